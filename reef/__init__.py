@@ -1,0 +1,4 @@
+"""Reef: continual-learning infrastructure for agents."""
+
+__version__ = "0.1.0"
+__all__ = ["__version__"]

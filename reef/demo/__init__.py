@@ -1,0 +1,1 @@
+"""`reef demo`: the main job, end to end, on a small real model."""
