@@ -51,7 +51,9 @@ def _convert(source: Path, target: Path) -> None:
     gguf = next(source.glob("*.gguf")).name
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf, dtype=torch.float32)
     # A model loaded from GGUF refuses to be saved, so its weights move into a fresh one.
-    fresh = LlamaForCausalLM(loaded.config)
+    config = loaded.config
+    del config.quantization_config  # the weights below are dequantized; left in, loaders take them for packed ones
+    fresh = LlamaForCausalLM(config)
     fresh.load_state_dict(loaded.state_dict())
     fresh.tie_weights()
     fresh.to(torch.bfloat16).save_pretrained(target)

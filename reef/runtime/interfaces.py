@@ -27,6 +27,10 @@ from typing import Any
 BASE_LANE = ""
 """The lane that serves the base model; a lane without a load of its own falls back to it."""
 
+INCARNATION = "engine"
+BASE_LOAD_ID = f"{INCARNATION}:0"
+"""The runtime load ID of the base model, resident in every engine from its start and never dropped."""
+
 
 # ---------------------------------------------------------------------------------------------- generation
 
@@ -425,6 +429,8 @@ class TrainJob:
     state_path: str | None  # optimizer state; None: fresh
     output_path: str  # the trainer writes weights/ and state/ below it
     probe_ids: list[int]  # fixed token ids, [num_probe]
+    consumed: list[Consumption] = field(default_factory=list)  # what the step's commit will consume
+    algorithm_state: dict[str, Any] | None = None  # what it will make of the recipe's state
 
 
 @dataclass(slots=True, kw_only=True)
@@ -609,7 +615,11 @@ class Candidate:
     runtime_load_id: str  # assigned, durable in the marker
     probe_logprobs: list[float]
     incumbent_probe_logprobs: list[float]
+    origin: ReleaseKind = ReleaseKind.TRAINED
+    source_release_id: str | None = None  # of a rollback or promotion: whose content it is
     metrics: dict[str, Any] = field(default_factory=dict)
+    consumed: list[Consumption] = field(default_factory=list)
+    algorithm_state: dict[str, Any] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -620,8 +630,7 @@ class Marker:
     scenario: str
     state: MarkerState
     updated_at: float
-    kind: str = "train"  # "train", "rollback" or "promote"
-    candidate: Candidate | None = None
+    candidate: Candidate | None = None  # from CHECKPOINT on
     error: str | None = None
 
 
@@ -630,10 +639,10 @@ class TrainingRuntime(ABC):
 
     @abstractmethod
     async def train(self, job: TrainJob, runtime_load_id: str) -> Candidate:
-        """RUNNING -> CHECKPOINT, then stage the candidate so that it can be sampled. Raises TrainingError, WorkerDied."""
+        """RUNNING -> CHECKPOINT, then stage the candidate for sampling. Raises TrainingError, WorkerDied."""
 
     @abstractmethod
-    async def adopt(self, candidate: Candidate, kind: str) -> Candidate:
+    async def adopt(self, candidate: Candidate) -> Candidate:
         """Begin at CHECKPOINT with bytes that exist already (rollback, promotion)."""
 
     @abstractmethod
@@ -641,7 +650,7 @@ class TrainingRuntime(ABC):
         """CHECKPOINT -> UPDATING_WEIGHTS -> READY_TO_COMMIT: paused, transferred, verified; nothing serves it yet."""
 
     @abstractmethod
-    async def acknowledge(self, job_id: str) -> None:
+    async def acknowledge(self, job_id: str, release: Release) -> None:
         """The release is committed: HEAD_COMMITTED, resume, COMPLETE."""
 
     @abstractmethod
@@ -649,11 +658,16 @@ class TrainingRuntime(ABC):
         """REJECTING -> REJECTED: incumbent resources restored, the candidate's freed."""
 
     @abstractmethod
-    async def sample(self, request: GenerateRequest) -> Generation:
-        """Generate to the end, unrecorded; evaluation uses it with `runtime_load_id` pinned."""
+    async def recover(self, heads: Sequence[Release], committed: bool) -> Candidate | None:
+        """Bring fresh engines to the committed heads and settle the marker; call it once, before serving.
+
+        `committed` says whether the job of `marker()` is in the store. Returns the candidate of an interrupted job that
+        is to be evaluated and published again, or None.
+        """
 
     @abstractmethod
-    async def status(self) -> dict[str, Any]: ...
+    async def marker(self) -> Marker | None:
+        """The durable marker as it stands."""
 
 
 # ---------------------------------------------------------------------------------------------- recipes
@@ -673,11 +687,20 @@ class Processor(ABC):
     """A recipe's batch builder: pure bookkeeping, no tensors, no I/O. Rebuilt from unconsumed reports at start."""
 
     @abstractmethod
-    def ingest(self, report: ReportRecord, records: Mapping[str, InferenceRecord]) -> list[Consumption]:
-        """Take one report with the records it quotes; return what can never train, with the reason."""
+    def ingest(
+        self,
+        report: ReportRecord,
+        records: Mapping[str, InferenceRecord],
+        consumed: Mapping[str, Disposition] | None = None,
+    ) -> list[Consumption]:
+        """Take one report with the records it quotes; return what can never train, with the reason.
+
+        `consumed` says which of those records the store holds as consumed: they never train again. Taking a report that
+        waits already changes nothing.
+        """
 
     @abstractmethod
-    def expire(self, step: int, now: float, release_numbers: Mapping[str, int]) -> list[Consumption]:
+    def expire(self, head_number: int, now: float, release_numbers: Mapping[str, int]) -> list[Consumption]:
         """Write off what became too stale: `release_numbers` maps release ids to their numbers in the chain."""
 
     @abstractmethod

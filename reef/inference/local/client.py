@@ -1,0 +1,258 @@
+"""The service's side of the local engines: requests go to a socket, chunks come back as an async iterator."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+from reef.errors import InvalidRequest, ReefError, Unavailable
+from reef.inference.local.protocol import VERSION, Abort, Add, Chunks, Hello, Rejected, client_reader, cut, encode
+from reef.runtime.interfaces import GenerateRequest, InferenceHandler, TokenChunk
+
+_RETRY_SECONDS = 0.1
+_PREFIX_BLOCK = 32  # tokens; the grain at which prompts are recognised
+_PREFIX_MEMORY = 65536  # blocks
+_IMBALANCE = 4  # requests that a cached prefix is worth waiting behind
+
+
+class _Stream:
+    """What arrived for one request and was not taken yet. One reader, on one event loop."""
+
+    __slots__ = ("_items", "_waiter", "request_id", "runtime_load_id", "wire_id")
+
+    def __init__(self, request_id: str, wire_id: str) -> None:
+        self.request_id = request_id
+        self.wire_id = wire_id
+        self._items: deque[TokenChunk | ReefError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self.runtime_load_id = ""
+
+    def push(self, item: TokenChunk | ReefError) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> TokenChunk | ReefError:
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._items.popleft()
+
+
+class _Connection(asyncio.Protocol):
+    """One connection to one engine, with its open streams.
+
+    On the wire every request has an id that is never used again, so that one sent again after an abort cannot receive
+    what was still on its way for the first.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.streams: dict[str, _Stream] = {}  # by wire id
+        self.served = 0
+        self._nonce = secrets.token_hex(4)
+        self.hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
+        self._transport: asyncio.Transport | None = None  # None: not connected
+        self._reader = client_reader()
+        self._retiring = False
+
+    @property
+    def connected(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def open(self, request: GenerateRequest) -> _Stream:
+        self.served += 1
+        wire_id = f"{request.request_id}#{self._nonce}.{self.served}"
+        self._write(Add(replace(request, request_id=wire_id)))
+        stream = self.streams[wire_id] = _Stream(request.request_id, wire_id)
+        return stream
+
+    def leave(self, stream: _Stream) -> None:
+        """The reader is done: abort in the engine unless the stream has ended."""
+        if self.streams.pop(stream.wire_id, None) is not None:
+            self._write(Abort(stream.wire_id))
+            self._close_if_idle()
+
+    def retire(self) -> None:
+        """Close once the last stream has ended."""
+        self._retiring = True
+        self._close_if_idle()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            messages = self._reader.feed(data)
+        except ReefError as error:
+            self._lose(str(error))
+            return
+        for message in messages:
+            if isinstance(message, Chunks):
+                for chunk in message.chunks:
+                    self._deliver(chunk)
+            elif isinstance(message, Rejected):
+                self._reject(message)
+            elif not self.hello.done():
+                self.hello.set_result(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lose(f"the connection to the engine at {self.path} was lost" + (f": {error}" if error else ""))
+
+    def _deliver(self, chunk: TokenChunk) -> None:
+        if (stream := self.streams.get(chunk.request_id)) is None:
+            return  # the reader has left
+        if chunk.ending is not None:
+            del self.streams[chunk.request_id]
+            self._close_if_idle()
+        stream.runtime_load_id = chunk.runtime_load_id
+        chunk.request_id = stream.request_id
+        stream.push(chunk)
+
+    def _reject(self, message: Rejected) -> None:
+        if (stream := self.streams.pop(message.request_id, None)) is not None:
+            invalid = message.invalid
+            stream.push(InvalidRequest(message.message, message.field) if invalid else Unavailable(message.message))
+            self._close_if_idle()
+
+    def _lose(self, reason: str) -> None:
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
+        if not self.hello.done():
+            self.hello.set_exception(Unavailable(reason))
+            self.hello.exception()  # retrieved: nobody may be waiting
+        streams, self.streams = self.streams, {}
+        for stream in streams.values():
+            stream.push(cut(stream.request_id, reason, stream.runtime_load_id))
+
+    def _write(self, message: Add | Abort) -> None:
+        if self._transport is not None:
+            self._transport.write(encode(message))
+
+    def _close_if_idle(self) -> None:
+        if self._retiring and not self.streams:
+            self.close()
+
+
+class LocalHandler(InferenceHandler):
+    """Streams from the local engines whose socket paths `sockets` returns when asked.
+
+    At most `max_in_flight` iterators are open at a time; each buffers at most what its `max_tokens` allows, so that a
+    slow reader costs memory within a bound and never stalls the engine or other readers.
+    """
+
+    def __init__(
+        self, sockets: Callable[[], Sequence[str]], *, max_in_flight: int = 4096, connect_timeout: float = 30.0
+    ) -> None:
+        self._sockets = sockets
+        self._max_in_flight = max_in_flight
+        self._connect_timeout = connect_timeout
+        self._connections: list[_Connection] = []
+        self._in_flight = 0
+        self._prefixes: OrderedDict[int, str] = OrderedDict()  # hash of a prompt's beginning -> socket path
+        self._max_context: int | None = None
+
+    async def connect(self) -> None:
+        """Connect to every engine anew; streams on older connections go on until they end.
+
+        Raises Unavailable if an engine cannot be reached within the timeout; what was connected stays.
+        """
+        paths = list(self._sockets())
+        results = await asyncio.gather(*(self._connect(path) for path in paths), return_exceptions=True)
+        fresh = [result for result in results if isinstance(result, _Connection)]
+        if failure := next((result for result in results if isinstance(result, BaseException)), None):
+            for connection in fresh:
+                connection.close()
+            raise failure
+        for connection in self._connections:
+            connection.retire()
+        self._connections = fresh
+        self._max_context = min(connection.hello.result().max_context for connection in fresh)
+
+    async def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        self._connections = []
+
+    @property
+    def max_context(self) -> int:
+        if self._max_context is None:
+            raise Unavailable("the engine was never connected")
+        return self._max_context
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        if self._in_flight >= self._max_in_flight:
+            raise Unavailable(f"{self._in_flight} requests are in flight, the most that is allowed")
+        connection = self._route(request)
+        stream = connection.open(request)
+        self._in_flight += 1
+        try:
+            while True:
+                item = await stream.next()
+                if isinstance(item, ReefError):
+                    raise item
+                yield item
+                if item.ending is not None:
+                    return
+        finally:
+            self._in_flight -= 1
+            connection.leave(stream)
+
+    async def _connect(self, path: str) -> _Connection:
+        """Connect to one engine, waiting for its socket to appear."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                while True:
+                    try:
+                        _, connection = await loop.create_unix_connection(lambda: _Connection(path), path)
+                        break
+                    except OSError:
+                        await asyncio.sleep(_RETRY_SECONDS)
+                hello = await connection.hello
+        except TimeoutError as error:
+            raise Unavailable(f"no engine at {path} within {self._connect_timeout:g} s") from error
+        if hello.version != VERSION:
+            connection.close()
+            raise Unavailable(f"{hello.engine} speaks protocol {hello.version}, not {VERSION}")
+        return connection
+
+    def _route(self, request: GenerateRequest) -> _Connection:
+        """Least in flight, unless the engine that knows the prompt's longest prefix is about as free."""
+        live = [connection for connection in self._connections if connection.connected]
+        if not live:
+            raise Unavailable("no engine is connected")
+        if len(live) == 1:
+            return live[0]
+        chosen = min(live, key=lambda c: (len(c.streams), c.served))
+        keys = _prefix_keys(request)
+        known = next((path for key in reversed(keys) if (path := self._prefixes.get(key))), None)
+        for connection in live:
+            if connection.path == known and len(connection.streams) <= len(chosen.streams) + _IMBALANCE:
+                chosen = connection
+        for key in keys:
+            self._prefixes[key] = chosen.path
+            self._prefixes.move_to_end(key)
+        while len(self._prefixes) > _PREFIX_MEMORY:
+            self._prefixes.popitem(last=False)
+        return chosen
+
+
+def _prefix_keys(request: GenerateRequest) -> list[int]:
+    """One hash per beginning of the prompt, in blocks; shorter first."""
+    keys: list[int] = []
+    key = hash((request.lane, request.runtime_load_id))
+    ids = request.prompt_ids
+    for end in range(_PREFIX_BLOCK, len(ids) + 1, _PREFIX_BLOCK):
+        key = hash((key, *ids[end - _PREFIX_BLOCK : end]))
+        keys.append(key)
+    return keys

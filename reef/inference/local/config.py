@@ -1,0 +1,67 @@
+"""The section "inference" of a deployment that serves with Reef's own engine. Importing this imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from reef.runtime.interfaces import PauseMode
+
+BASE_LOAD_ID = "engine:0"
+"""The runtime load ID of the base model as an engine started with it."""
+
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class LocalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, rename="kebab"):
+    """One local engine, or `engines` equal ones."""
+
+    model_path: Annotated[str, msgspec.Meta(min_length=1, description="model directory (safetensors), or a GGUF file")]
+    backend: Annotated[Literal["local"], msgspec.Meta(description="Reef's own engine")] = "local"
+    served_model_name: Annotated[
+        str | None, msgspec.Meta(description="model name that clients see; default: the directory's name")
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        msgspec.Meta(description="auto: bfloat16 if the checkpoint is 16-bit and the device computes in it"),
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], msgspec.Meta(description="auto: cuda where there is one")] = (
+        "auto"
+    )
+    threads: Annotated[int, msgspec.Meta(ge=0, description="CPU threads of one engine; 0: torch's default")] = 0
+    page_size: Annotated[int, msgspec.Meta(ge=1, description="tokens in one page of the KV cache")] = 16
+    kv_cache_tokens: Annotated[int, msgspec.Meta(ge=2, description="tokens the KV cache of one engine holds")] = 32768
+    max_running: Annotated[int, msgspec.Meta(ge=1, description="most sequences that run at once")] = 64
+    max_batch_tokens: Annotated[
+        int, msgspec.Meta(ge=1, description="most tokens in one step; longer prompts are prefilled in chunks")
+    ] = 512
+    max_context: Annotated[
+        int, msgspec.Meta(ge=0, description="most tokens, prompt plus output, of one request; 0: the model's own")
+    ] = 0
+    max_loads: Annotated[int, msgspec.Meta(ge=1, description="loads resident besides the base model")] = 8
+    prefix_cache: Annotated[
+        bool, msgspec.Meta(description="share KV between requests; entries are keyed by runtime load ID")
+    ] = True
+    pause_mode: Annotated[
+        PauseMode, msgspec.Meta(description="what a publication does to requests in flight: retract or in_place")
+    ] = PauseMode.IN_PLACE
+    compile: Annotated[bool, msgspec.Meta(description="torch.compile the model; pays on long runs only")] = False
+    engines: Annotated[int, msgspec.Meta(ge=1, description="how many engines serve")] = 1
+
+    def __post_init__(self) -> None:
+        if self.max_batch_tokens < self.max_running:
+            raise ValueError(
+                f"max-batch-tokens must be >= max-running ({self.max_running}), got {self.max_batch_tokens}"
+            )
+        if self.kv_cache_tokens < 2 * self.page_size:
+            raise ValueError(f"kv-cache-tokens must be >= 2 pages ({2 * self.page_size}), got {self.kv_cache_tokens}")
+        if self.max_context > self.kv_cache_tokens - self.page_size:
+            bound = self.kv_cache_tokens - self.page_size
+            raise ValueError(f"max-context must be <= kv-cache-tokens - page-size ({bound}), got {self.max_context}")
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients see."""
+        return self.served_model_name or Path(self.model_path).resolve().name

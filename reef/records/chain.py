@@ -1,0 +1,200 @@
+"""Scenarios, releases, commits and consumption as rows. Functions over an open transaction; none commits it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from reef.errors import Conflict, NotFound
+from reef.runtime.interfaces import Commit, Consumption, Disposition, Release, ReleaseKind, ScenarioState
+
+
+def create_scenario(connection: sqlite3.Connection, base: Release) -> ScenarioState:
+    """Create the scenario with its BASE release; an existing one is returned unchanged."""
+    if base.kind is not ReleaseKind.BASE or base.number != 0 or base.parent_id is not None:
+        raise ValueError(f"a scenario begins with a base release of number 0 and no parent, got {base}")
+    existing = read_scenario(connection, base.scenario)
+    if existing is not None:
+        return existing
+    connection.execute(
+        "INSERT INTO scenarios VALUES (?, ?, ?, 0, '{}')", (base.scenario, base.created_at, base.release_id)
+    )
+    _insert_release(connection, base)
+    return ScenarioState(scenario=base.scenario, created_at=base.created_at, head=base, step=0, algorithm_state={})
+
+
+def read_scenario(connection: sqlite3.Connection, scenario: str) -> ScenarioState | None:
+    row = connection.execute(
+        "SELECT created_at, head, step, algorithm_state FROM scenarios WHERE scenario = ?", (scenario,)
+    ).fetchone()
+    if row is None:
+        return None
+    created_at, head_id, step, algorithm_state = row
+    head = read_release(connection, scenario, head_id)
+    assert head is not None
+    return ScenarioState(
+        scenario=scenario, created_at=created_at, head=head, step=step, algorithm_state=json.loads(algorithm_state)
+    )
+
+
+def read_scenarios(connection: sqlite3.Connection) -> list[ScenarioState]:
+    """In order of creation."""
+    names = connection.execute("SELECT scenario FROM scenarios ORDER BY created_at, scenario").fetchall()
+    return [state for (name,) in names if (state := read_scenario(connection, name)) is not None]
+
+
+def read_release(connection: sqlite3.Connection, scenario: str, release_id: str) -> Release | None:
+    row = connection.execute(
+        "SELECT body FROM releases WHERE scenario = ? AND release_id = ?", (scenario, release_id)
+    ).fetchone()
+    return None if row is None else _release(row[0])
+
+
+def read_releases(connection: sqlite3.Connection, scenario: str, limit: int) -> list[Release]:
+    """Newest first."""
+    rows = connection.execute(
+        "SELECT body FROM releases WHERE scenario = ? ORDER BY number DESC LIMIT ?", (scenario, max(limit, 0))
+    )
+    return [_release(body) for (body,) in rows.fetchall()]
+
+
+def apply_commit(connection: sqlite3.Connection, commit: Commit) -> Commit:
+    """Move the head, consume, and keep state and metrics. The same commit again returns the first one.
+
+    Raises NotFound (scenario, record), Conflict (head, id, job, consumed record), ValueError (a release that does not
+    continue the chain).
+    """
+    digest = _digest(commit)
+    prior = connection.execute(
+        "SELECT scenario, step, digest FROM commits WHERE commit_id = ?", (commit.commit_id,)
+    ).fetchone()
+    if prior is not None:
+        if prior[2] != digest:
+            raise Conflict(f"commit {commit.commit_id} exists with other content")
+        return _read_commit(connection, prior[0], prior[1])
+    state = read_scenario(connection, commit.scenario)
+    if state is None:
+        raise NotFound(f"no scenario {commit.scenario}")
+    _refuse_second_commit_of_job(connection, commit)
+    _check_head(commit, state.head)
+    stored = replace(commit, step=state.step + 1)
+    if stored.release is not None:
+        _insert_release(connection, stored.release)
+    connection.execute(
+        "UPDATE scenarios SET head = ?, step = ?, algorithm_state = ? WHERE scenario = ?",
+        (
+            state.head.release_id if stored.release is None else stored.release.release_id,
+            stored.step,
+            _json(state.algorithm_state if stored.algorithm_state is None else stored.algorithm_state),
+            stored.scenario,
+        ),
+    )
+    connection.execute(
+        "INSERT INTO commits VALUES (?, ?, ?, ?, ?, ?)",
+        (stored.scenario, stored.step, stored.commit_id, stored.job_id, digest, _json(replace(stored, consumed=[]))),
+    )
+    for position, consumption in enumerate(stored.consumed):
+        _consume(connection, stored, position, consumption)
+    return stored
+
+
+def read_commit_by_job(connection: sqlite3.Connection, job_id: str) -> Commit | None:
+    row = connection.execute("SELECT scenario, step FROM commits WHERE job_id = ?", (job_id,)).fetchone()
+    return None if row is None else _read_commit(connection, *row)
+
+
+def read_commits(connection: sqlite3.Connection, scenario: str, limit: int) -> list[Commit]:
+    """Newest first."""
+    rows = connection.execute(
+        "SELECT step FROM commits WHERE scenario = ? ORDER BY step DESC LIMIT ?", (scenario, max(limit, 0))
+    ).fetchall()
+    return [_read_commit(connection, scenario, step) for (step,) in rows]
+
+
+def count(connection: sqlite3.Connection, scenario: str, name: str) -> None:
+    """Add one to a maintained count."""
+    connection.execute(
+        "INSERT INTO counts VALUES (?, ?, 1) ON CONFLICT (scenario, name) DO UPDATE SET n = n + 1", (scenario, name)
+    )
+
+
+def _check_head(commit: Commit, head: Release) -> None:
+    if commit.expected_head is not None and commit.expected_head != head.release_id:
+        raise Conflict(f"the head of {commit.scenario} is {head.release_id}, not {commit.expected_head}")
+    release = commit.release
+    if release is None:
+        return
+    if commit.expected_head is None:
+        raise ValueError("expected_head is required with a release")
+    continues = (commit.scenario, head.release_id, head.number + 1)
+    if (release.scenario, release.parent_id, release.number) != continues:
+        raise ValueError(
+            f"release {release.release_id} must have (scenario, parent_id, number) = {continues}, "
+            f"got {(release.scenario, release.parent_id, release.number)}"
+        )
+
+
+def _refuse_second_commit_of_job(connection: sqlite3.Connection, commit: Commit) -> None:
+    other = None if commit.job_id is None else read_commit_by_job(connection, commit.job_id)
+    if other is not None:
+        raise Conflict(f"job {commit.job_id} is committed already, by {other.commit_id}")
+
+
+def _insert_release(connection: sqlite3.Connection, release: Release) -> None:
+    if read_release(connection, release.scenario, release.release_id) is not None:
+        raise Conflict(f"release {release.release_id} exists already")
+    connection.execute(
+        "INSERT INTO releases VALUES (?, ?, ?, ?)",
+        (release.scenario, release.number, release.release_id, _json(release)),
+    )
+
+
+def _consume(connection: sqlite3.Connection, commit: Commit, position: int, consumption: Consumption) -> None:
+    row = connection.execute(
+        "SELECT seq FROM records WHERE record_id = ? AND scenario = ?", (consumption.record_id, commit.scenario)
+    ).fetchone()
+    if row is None:
+        raise NotFound(f"{commit.scenario} holds no record {consumption.record_id}")
+    inserted = connection.execute(
+        "INSERT INTO consumption VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (seq) DO NOTHING",
+        (row[0], commit.scenario, commit.step, position, consumption.disposition, consumption.reason),
+    )
+    if inserted.rowcount == 0:
+        raise Conflict(f"record {consumption.record_id} is consumed already")
+    connection.execute("DELETE FROM pending WHERE scenario = ? AND seq = ?", (commit.scenario, row[0]))
+    count(connection, commit.scenario, f"consumed.{consumption.disposition}")
+
+
+def _read_commit(connection: sqlite3.Connection, scenario: str, step: int) -> Commit:
+    (body,) = connection.execute(
+        "SELECT body FROM commits WHERE scenario = ? AND step = ?", (scenario, step)
+    ).fetchone()
+    rows = connection.execute(
+        "SELECT r.record_id, c.disposition, c.reason FROM consumption c JOIN records r ON r.seq = c.seq "
+        "WHERE c.scenario = ? AND c.step = ? ORDER BY c.position",
+        (scenario, step),
+    ).fetchall()
+    commit = msgspec.convert(json.loads(body), Commit)
+    commit.consumed = [Consumption(record_id, Disposition(name), reason) for record_id, name, reason in rows]
+    return commit
+
+
+def _release(body: str) -> Release:
+    return msgspec.convert(json.loads(body), Release)
+
+
+def _json(value: Any) -> str:
+    """JSON that keeps what clients and Python's random states may hold: NaN, long integers, lone surrogates."""
+    return json.dumps(msgspec.to_builtins(value), sort_keys=True, separators=(",", ":"))
+
+
+def _digest(commit: Commit) -> bytes:
+    """Over all but the step and the times, so that a retry after a restart is recognized."""
+    release = None if commit.release is None else replace(commit.release, created_at=0.0)
+    content = replace(commit, step=0, created_at=0.0, release=release)
+    return hashlib.blake2b(_json(content).encode(), digest_size=16).digest()

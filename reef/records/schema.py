@@ -1,0 +1,153 @@
+"""Tables, connections and what SQLite's errors mean."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+
+from reef.errors import StorageError
+
+SCHEMA_VERSION = 1
+APPLICATION_ID = 0x52454546  # "REEF" in the file's header: never write into someone else's database
+
+# Records, releases, commits and consumption are append-only. `pending` and `counts` are derived from them, kept up in
+# the same transactions, so that starting and asking never scan.
+_TABLES = """
+CREATE TABLE records (
+    seq INTEGER PRIMARY KEY,
+    record_id TEXT NOT NULL UNIQUE,
+    scenario TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    digest BLOB NOT NULL,
+    payload BLOB NOT NULL
+);
+CREATE INDEX records_page ON records (scenario, kind, seq, created_at);
+CREATE TABLE pending (scenario TEXT NOT NULL, seq INTEGER NOT NULL, PRIMARY KEY (scenario, seq)) WITHOUT ROWID;
+CREATE TABLE consumption (
+    seq INTEGER PRIMARY KEY,
+    scenario TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    position INTEGER NOT NULL,
+    disposition TEXT NOT NULL,
+    reason TEXT NOT NULL
+);
+CREATE UNIQUE INDEX consumption_step ON consumption (scenario, step, position);
+CREATE TABLE counts (
+    scenario TEXT NOT NULL, name TEXT NOT NULL, n INTEGER NOT NULL, PRIMARY KEY (scenario, name)
+) WITHOUT ROWID;
+CREATE TABLE scenarios (
+    scenario TEXT PRIMARY KEY,
+    created_at REAL NOT NULL,
+    head TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    algorithm_state TEXT NOT NULL
+);
+CREATE TABLE releases (
+    scenario TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    release_id TEXT NOT NULL,
+    body TEXT NOT NULL,
+    PRIMARY KEY (scenario, number),
+    UNIQUE (scenario, release_id)
+);
+CREATE TABLE commits (
+    scenario TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    commit_id TEXT NOT NULL UNIQUE,
+    job_id TEXT UNIQUE,
+    digest BLOB NOT NULL,
+    body TEXT NOT NULL,
+    PRIMARY KEY (scenario, step)
+);
+CREATE TABLE sequences (name TEXT PRIMARY KEY, n INTEGER NOT NULL);
+INSERT INTO sequences VALUES ('load', 0), ('check', 0);
+"""
+
+
+def create_or_verify(path: Path, busy_timeout: float) -> None:
+    """Create the database, or make sure that this Reef understands it. Reads the header and the schema only.
+
+    Raises StorageError saying what to do about a foreign, newer, damaged or unwritable file.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        connection = connect_writer(path, busy_timeout)
+    except OSError as error:
+        raise StorageError(f"cannot create {path.parent}: {error.strerror}") from error
+    except sqlite3.Error as error:
+        raise explain(error, path) from error
+    try:
+        _verify(connection, path)
+    except sqlite3.Error as error:
+        raise explain(error, path) from error
+    finally:
+        connection.close()
+    _sync_directory(path.parent)
+
+
+def connect_writer(path: Path, busy_timeout: float) -> sqlite3.Connection:
+    """A connection whose commits are durable: WAL, one fsync each (https://www.sqlite.org/pragma.html)."""
+    connection = sqlite3.connect(path, timeout=busy_timeout, isolation_level=None, check_same_thread=False)
+    try:
+        (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
+        if mode != "wal":
+            raise StorageError(f"{path} is on a file system without shared memory for WAL: use a local disk")
+        for pragma in ("synchronous=FULL", "fullfsync=ON", "checkpoint_fullfsync=ON", "cache_size=-16384"):
+            connection.execute(f"PRAGMA {pragma}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def connect_reader(path: Path, busy_timeout: float) -> sqlite3.Connection:
+    return sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode=ro",
+        uri=True,
+        timeout=busy_timeout,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+
+
+def explain(error: sqlite3.Error, path: Path) -> StorageError:
+    """The StorageError for `error`, saying what a person can do."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code, without its extension
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return StorageError(
+            f"{path} is malformed ({error}): stop Reef, keep a copy of the file with its -wal and -shm, "
+            f"and restore a backup or save what is readable with: sqlite3 {path.name} .recover"
+        )
+    if code == sqlite3.SQLITE_FULL:
+        return StorageError(f"no space left for {path}: nothing was stored; free some and try again")
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return StorageError(f"another process holds {path} ({error}): nothing was stored")
+    return StorageError(f"{path}: {error}")
+
+
+def _verify(connection: sqlite3.Connection, path: Path) -> None:
+    connection.execute("BEGIN IMMEDIATE")  # of two processes that create it, one waits and finds it created
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if tables == 0:
+        for statement in _TABLES.split(";\n"):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+    elif application != APPLICATION_ID:
+        raise StorageError(f"{path} is a database of another program: choose another storage.path")
+    elif version != SCHEMA_VERSION:
+        raise StorageError(f"{path} has schema {version}, this Reef knows {SCHEMA_VERSION}: use the Reef that wrote it")
+    connection.execute("COMMIT")
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the new file's name durable, too."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

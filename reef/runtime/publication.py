@@ -1,0 +1,170 @@
+"""Moving weights into engines: stage, prove by effect, pause, switch, verify; and putting committed heads back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from reef.errors import EngineError, VerificationError
+from reef.runtime.interfaces import (
+    BASE_LOAD_ID,
+    Candidate,
+    ContentStore,
+    InferenceBackend,
+    PauseMode,
+    Release,
+    WeightKind,
+    WeightLoad,
+)
+
+log = logging.getLogger("reef.publication")
+
+NUM_PROBE_TOKENS = 64
+
+
+def probe_ids(vocab_size: int) -> list[int]:
+    """The fixed probe: token ids spread over the vocabulary, the same for every release. [NUM_PROBE_TOKENS]"""
+    return [(17 + 7919 * position) % vocab_size for position in range(NUM_PROBE_TOKENS)]
+
+
+class Publication:
+    """Owns the engines' weights for the coordinator. It alone pauses, resumes and restarts inference."""
+
+    def __init__(
+        self,
+        engines: InferenceBackend,
+        contents: ContentStore,
+        pause_mode: PauseMode,
+        base_content_id: str,
+        probe: list[int],
+    ) -> None:
+        self._engines = engines
+        self._contents = contents
+        self._pause_mode = pause_mode
+        self._base_content_id = base_content_id
+        self._probe = probe
+        self._heads: dict[str, Release] = {}
+        self.generation = 0  # how often the engines were replaced
+
+    def load_of(self, runtime_load_id: str, content_id: str) -> WeightLoad:
+        """Describe a load; base content needs no bytes, and the directory itself tells adapters from full weights."""
+        if content_id == self._base_content_id:
+            return WeightLoad(runtime_load_id=runtime_load_id, content_id=content_id, kind=WeightKind.FULL, path=None)
+        path = self._contents.path(content_id)
+        kind = WeightKind.LORA if (path / "adapter_config.json").exists() else WeightKind.FULL
+        return WeightLoad(runtime_load_id=runtime_load_id, content_id=content_id, kind=kind, path=str(path))
+
+    # ------------------------------------------------------------------ candidates
+
+    def stage(self, candidate: Candidate) -> None:
+        """Make the candidate resident on every engine, serving nobody, and prove that it is really applied.
+
+        Raises EngineError, EngineUncertain, VerificationError.
+        """
+        self._engines.stage(self.load_of(candidate.runtime_load_id, candidate.content_id))
+        served = self._engines.score(candidate.runtime_load_id, self._probe)
+        if candidate.content_id == self._base_content_id:
+            if served != self._engines.score(BASE_LOAD_ID, self._probe):
+                raise VerificationError(f"{candidate.runtime_load_id} does not serve the base model")
+            return
+        incumbent = self._engines.score(self._heads[candidate.scenario].runtime_load_id, self._probe)
+        verify_effect(candidate, served, incumbent, self._engines.probe_tolerance)
+
+    def pause(self) -> None:
+        """The barrier. Raises BarrierError."""
+        self._engines.pause(self._pause_mode)
+
+    def switch(self, candidate: Candidate) -> None:
+        """Point the lane at the staged candidate while paused; verify it on every engine. Raises VerificationError."""
+        self._engines.activate(candidate.scenario, candidate.runtime_load_id)
+        for report in self._engines.reports():
+            lane = report.lanes.get(candidate.scenario)
+            content = report.loads.get(candidate.runtime_load_id)
+            if lane != candidate.runtime_load_id or content != candidate.content_id or not report.paused:
+                raise VerificationError(
+                    f"{report.engine}: lane {candidate.scenario!r} serves {lane} ({content}, paused={report.paused}), "
+                    f"expected {candidate.runtime_load_id} ({candidate.content_id}, paused=True)"
+                )
+
+    def finish(self, release: Release) -> None:
+        """The release is committed: resume, then free what it replaced."""
+        previous = self._heads.get(release.scenario)
+        self._heads[release.scenario] = release  # first: engines replaced from here on must get this head
+        self._engines.resume()
+        if previous is not None and previous.runtime_load_id != release.runtime_load_id:
+            self._drop(previous.runtime_load_id)
+
+    def withdraw(self, candidate: Candidate, *, switched: bool) -> None:
+        """Put the incumbent back and free the candidate. A lane that was switched is switched back while paused."""
+        if switched:
+            head = self._heads[candidate.scenario]
+            self._engines.activate(candidate.scenario, head.runtime_load_id)
+            self._engines.resume()
+        self._drop(candidate.runtime_load_id)
+
+    def _drop(self, runtime_load_id: str) -> None:
+        in_use = {BASE_LOAD_ID, *(head.runtime_load_id for head in self._heads.values())}
+        if runtime_load_id in in_use:
+            return
+        try:
+            self._engines.drop(runtime_load_id)
+        except EngineError as error:  # a leak, not a fault: it stays visible in the engine's report
+            log.warning("load %s could not be freed: %s", runtime_load_id, error)
+
+    # ------------------------------------------------------------------ committed heads
+
+    def adopt_head(self, release: Release) -> None:
+        """The store says that this is the head now, whatever the engines serve."""
+        self._heads[release.scenario] = release
+
+    def remember(self, release: Release) -> None:
+        """A scenario was created: its head is the base load, which every engine has."""
+        self._heads.setdefault(release.scenario, release)
+
+    def restore(self, heads: Sequence[Release], *, resume: bool) -> None:
+        """Bring engines that have only the base load to the committed heads, under their original load IDs."""
+        self._heads = {head.scenario: head for head in heads}
+        self._engines.pause(PauseMode.IN_PLACE)
+        for head in heads:
+            self._engines.stage(self.load_of(head.runtime_load_id, head.content_id))
+            self._engines.activate(head.scenario, head.runtime_load_id)
+        for report in self._engines.reports():
+            wrong = {head.scenario for head in heads if report.lanes.get(head.scenario) != head.runtime_load_id}
+            if wrong:
+                raise VerificationError(f"{report.engine}: lanes {sorted(wrong)} do not serve their committed heads")
+        if resume:
+            self._engines.resume()
+
+    def rebuild(self, *, resume: bool) -> None:
+        """Replace every engine, then restore the committed heads."""
+        self._engines.restart()
+        self.generation += 1
+        self.restore(list(self._heads.values()), resume=resume)
+
+    def health(self) -> str | None:
+        return self._engines.health()
+
+
+def verify_effect(
+    candidate: Candidate, served: list[list[float]], incumbent: list[list[float]], tolerance: float
+) -> None:
+    """Compare what each engine serves on the probe with what the trainer computed. Raises VerificationError.
+
+    Closeness alone would let a small update pass that was never applied; such an engine still gives exactly the
+    incumbent's numbers although the trainer's differ, and that is refused as well.
+    """
+    expected = candidate.probe_logprobs
+    if not expected:  # a release from before probes were kept
+        return
+    moved = expected != candidate.incumbent_probe_logprobs
+    for engine, (now, before) in enumerate(zip(served, incumbent, strict=True)):
+        worst = max(abs(a - b) for a, b in zip(now, expected, strict=True))
+        if not worst <= tolerance:  # NaN fails too
+            raise VerificationError(
+                f"engine-{engine} serves {candidate.runtime_load_id} {worst:.4f} nat away from the trainer "
+                f"on the probe (tolerance {tolerance})"
+            )
+        if moved and now == before:
+            raise VerificationError(
+                f"engine-{engine} serves {candidate.runtime_load_id} exactly like the incumbent: it was never applied"
+            )

@@ -1,0 +1,319 @@
+"""The control loop: RuntimeScheduler (one per scenario, service side) and TrainingCoordinator (worker side).
+
+::
+
+    RuntimeScheduler                         TrainingCoordinator            engines
+      wait for reports ── ready? ── turn
+      train ───────────────────────────────► RUNNING, step, CHECKPOINT ───► stage, probe
+      evaluate (samples the staged candidate) ────────────────────────────► generate
+      publish ─────────────────────────────► UPDATING_WEIGHTS ────────────► pause, switch, verify
+                                             READY_TO_COMMIT                (paused: the commit gate)
+      commit (one database transaction)
+      acknowledge ─────────────────────────► HEAD_COMMITTED ──────────────► resume
+                                             COMPLETE
+
+The scheduler waits for reports (woken by each one) and for its turn (one job per deployment at a time, oldest first);
+the coordinator waits for nobody: each call moves the durable marker forward or leaves it where a retry continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from reef.errors import BarrierError, Conflict, EngineError, ReefError, TrainingError, WorkerDied
+from reef.runtime.interfaces import (
+    Candidate,
+    ContentStore,
+    Marker,
+    MarkerState,
+    Release,
+    TrainingBackend,
+    TrainJob,
+    TrainResult,
+)
+from reef.runtime.publication import Publication
+from reef.runtime.recovery import MarkerFile
+
+log = logging.getLogger("reef.scheduler")
+
+SETTLED = (MarkerState.COMPLETE, MarkerState.REJECTED)
+
+
+class TrainingCoordinator:
+    """Owns training jobs, publications and their durable marker. Blocking; one thread calls it."""
+
+    def __init__(
+        self,
+        trainer: TrainingBackend | None,
+        publication: Publication,
+        contents: ContentStore,
+        marker: MarkerFile,
+    ) -> None:
+        self._trainer = trainer
+        self._publication = publication
+        self._contents = contents
+        self._marker = marker
+
+    def marker(self) -> Marker | None:
+        return self._marker.read()
+
+    def train(self, job: TrainJob, runtime_load_id: str) -> Candidate:
+        """One step to a durable, staged candidate.
+
+        Raises TrainingError (the marker is then REJECTED), WorkerDied (it stays RUNNING), EngineError (CHECKPOINT).
+        """
+        if self._trainer is None:
+            raise TrainingError("this deployment has no trainer (training.backend is none)")
+        found = self._marker.read()
+        if found is not None and found.job_id == job.job_id and found.candidate is not None:
+            self._publication.stage(found.candidate)
+            return found.candidate
+        self._require_idle(found, job.job_id)
+        marker = Marker(job_id=job.job_id, scenario=job.scenario, state=MarkerState.RUNNING, updated_at=0.0)
+        self._marker.write(marker)
+        try:
+            result = self._trainer.train(job)
+        except WorkerDied:
+            raise
+        except ReefError as error:
+            self._settle(marker, MarkerState.REJECTED, str(error))
+            raise TrainingError(str(error)) from error
+        marker.candidate = self._checkpoint(job, result, runtime_load_id)
+        marker.state = MarkerState.CHECKPOINT
+        self._marker.write(marker)
+        shutil.rmtree(job.output_path, ignore_errors=True)
+        self._publication.stage(marker.candidate)
+        return marker.candidate
+
+    def _checkpoint(self, job: TrainJob, result: TrainResult, runtime_load_id: str) -> Candidate:
+        assert self._trainer is not None
+        return Candidate(
+            job_id=job.job_id,
+            scenario=job.scenario,
+            content_id=self._contents.put(Path(result.weights_path)),
+            state_id=self._contents.put(Path(result.state_path)),
+            kind=self._trainer.weight_kind,
+            runtime_load_id=runtime_load_id,
+            probe_logprobs=result.probe_logprobs,
+            incumbent_probe_logprobs=result.incumbent_probe_logprobs,
+            metrics={**job.signal.metrics, **result.metrics},
+            consumed=job.consumed,
+            algorithm_state=job.algorithm_state,
+        )
+
+    def adopt(self, candidate: Candidate) -> Candidate:
+        """Begin at CHECKPOINT with bytes that exist already."""
+        self._require_idle(self._marker.read(), candidate.job_id)
+        self._marker.write(
+            Marker(
+                job_id=candidate.job_id,
+                scenario=candidate.scenario,
+                state=MarkerState.CHECKPOINT,
+                updated_at=0.0,
+                candidate=candidate,
+            )
+        )
+        self._publication.stage(candidate)
+        return candidate
+
+    def publish(self, candidate: Candidate) -> None:
+        """Pause, switch, verify; leave everything paused at READY_TO_COMMIT.
+
+        Raises BarrierError after the engines were retired: the marker is then UPDATING_WEIGHTS and calling again
+        rebuilds the engines and publishes in full.
+        """
+        marker = self._require(
+            candidate.job_id, MarkerState.CHECKPOINT, MarkerState.UPDATING_WEIGHTS, MarkerState.READY_TO_COMMIT
+        )
+        if marker.state is MarkerState.READY_TO_COMMIT:
+            return
+        if marker.state is MarkerState.UPDATING_WEIGHTS:
+            self._publication.rebuild(resume=False)
+            self._publication.stage(candidate)
+        else:
+            marker.state = MarkerState.UPDATING_WEIGHTS
+            try:
+                self._publication.pause()
+            except (BarrierError, WorkerDied) as error:
+                marker.error = f"the pause barrier failed: {error}"
+                self._marker.write(marker)
+                raise BarrierError(marker.error) from error
+            self._marker.write(marker)
+        self._publication.switch(candidate)
+        marker.state, marker.error = MarkerState.READY_TO_COMMIT, None
+        self._marker.write(marker)
+
+    def acknowledge(self, job_id: str, release: Release) -> None:
+        """The release is in the database: HEAD_COMMITTED, resume, COMPLETE. A failed resume may be retried.
+
+        Engines that were replaced behind the gate (UPDATING_WEIGHTS) are rebuilt with the release that is now the head.
+        """
+        marker = self._require(
+            job_id,
+            MarkerState.READY_TO_COMMIT,
+            MarkerState.UPDATING_WEIGHTS,
+            MarkerState.HEAD_COMMITTED,
+            MarkerState.COMPLETE,
+        )
+        if marker.state is MarkerState.COMPLETE:
+            return
+        replaced = marker.state is MarkerState.UPDATING_WEIGHTS
+        marker.state = MarkerState.HEAD_COMMITTED
+        self._marker.write(marker)
+        if replaced:
+            self._publication.adopt_head(release)
+            self._publication.rebuild(resume=True)
+        else:
+            self._publication.finish(release)
+        self._settle(marker, MarkerState.COMPLETE, None)
+
+    def reject(self, job_id: str, reason: str) -> None:
+        """Incumbent resources restored, then REJECTED. Legal from any state before HEAD_COMMITTED."""
+        marker = self._marker.read()
+        if marker is None or marker.job_id != job_id or marker.state in SETTLED:
+            return
+        if marker.state is MarkerState.HEAD_COMMITTED:
+            raise Conflict(f"job {job_id} is committed and can no longer be rejected; roll back instead")
+        switched = marker.state in (MarkerState.UPDATING_WEIGHTS, MarkerState.READY_TO_COMMIT)
+        marker.state, marker.error = MarkerState.REJECTING, reason
+        self._marker.write(marker)
+        if marker.candidate is not None:
+            try:
+                self._publication.withdraw(marker.candidate, switched=switched)
+            except (EngineError, WorkerDied, BarrierError) as error:
+                log.warning("rejecting %s: engines are replaced (%s)", job_id, error)
+                self._publication.rebuild(resume=True)
+        self._settle(marker, MarkerState.REJECTED, reason)
+
+    def recover(self, heads: Sequence[Release], committed: bool) -> Candidate | None:
+        """Fresh engines get the committed heads; the marker is settled, or its candidate handed back to go on with."""
+        marker = self._marker.read()
+        self._publication.restore(heads, resume=True)
+        if marker is None or marker.state in SETTLED:
+            return None
+        if committed:
+            self._settle(marker, MarkerState.COMPLETE, None)
+            return None
+        if marker.state is MarkerState.RUNNING:
+            immutable = self._trainer is None or self._trainer.immutable_candidates
+            self._settle(marker, MarkerState.REJECTED, "interrupted in mid-step")
+            if not immutable:
+                raise TrainingError(
+                    f"job {marker.job_id} of scenario {marker.scenario!r} was interrupted in mid-step and its trainer "
+                    "cannot prove the incumbent unchanged; inspect its checkpoints, then start again to retrain"
+                )
+            return None
+        if marker.state is MarkerState.REJECTING or marker.candidate is None:
+            self._settle(marker, MarkerState.REJECTED, marker.error)
+            return None
+        # The engines are new, so whatever the interrupted publication did to the old ones is gone.
+        marker.state = MarkerState.CHECKPOINT
+        self._marker.write(marker)
+        try:
+            self._publication.stage(marker.candidate)
+        except ReefError as error:
+            log.warning("the candidate of the interrupted job %s is given up: %s", marker.job_id, error)
+            self.reject(marker.job_id, str(error))
+            return None
+        return marker.candidate
+
+    def repair_engines(self) -> None:
+        """Replace dead engines by fresh ones with the committed heads; they stay paused behind an open commit gate."""
+        marker = self._marker.read()
+        if marker is None or marker.state in SETTLED or marker.state in (MarkerState.RUNNING, MarkerState.REJECTING):
+            self._publication.rebuild(resume=True)
+        elif marker.state is MarkerState.CHECKPOINT:
+            assert marker.candidate is not None
+            self._publication.rebuild(resume=True)
+            self._publication.stage(marker.candidate)
+        elif marker.state is MarkerState.HEAD_COMMITTED:
+            self._publication.rebuild(resume=True)
+            self._settle(marker, MarkerState.COMPLETE, None)
+        else:  # UPDATING_WEIGHTS or READY_TO_COMMIT: the transfer is repeated in full, or the commit decides
+            marker.state = MarkerState.UPDATING_WEIGHTS
+            self._marker.write(marker)
+            self._publication.rebuild(resume=False)
+
+    def _require_idle(self, found: Marker | None, job_id: str) -> None:
+        if found is not None and found.state not in SETTLED and found.job_id != job_id:
+            raise Conflict(f"job {found.job_id} is in flight ({found.state}); one job at a time")
+
+    def _require(self, job_id: str, *states: MarkerState) -> Marker:
+        marker = self._marker.read()
+        if marker is None or marker.job_id != job_id or marker.state not in states:
+            found = "nothing" if marker is None else f"job {marker.job_id} in {marker.state}"
+            raise Conflict(f"job {job_id} must be in {' or '.join(states)}; the marker holds {found}")
+        return marker
+
+    def _settle(self, marker: Marker, state: MarkerState, error: str | None) -> None:
+        marker.state, marker.error = state, error
+        self._marker.write(marker)
+
+
+class RuntimeScheduler:
+    """Runs one scenario's learning: waits until a step is due, takes its turn, and lets the scenario learn.
+
+    `due` ingests what is new and says whether a step is ready; `learn` does one step. `turn` is shared by all scenarios
+    of a deployment; it is fair, so the scenario that became ready first goes first.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        due: Callable[[], Awaitable[bool]],
+        learn: Callable[[], Awaitable[None]],
+        turn: asyncio.Lock,
+        poll_seconds: float = 1.0,
+    ) -> None:
+        self._name = name
+        self._due = due
+        self._learn = learn
+        self._turn = turn
+        self._poll_seconds = poll_seconds
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.error: str | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"scheduler:{self._name}")
+
+    def wake(self) -> None:
+        """Something was reported."""
+        self._wake.set()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def _run(self) -> None:
+        backoff = 1.0
+        while True:
+            try:
+                if await self._due():
+                    async with self._turn:
+                        await self._learn()
+                else:
+                    await self._sleep(self._poll_seconds)
+                self.error, backoff = None, 1.0
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:
+                # The loop must outlive any failed step: serving goes on, the reason is shown, the step is retried.
+                self.error = f"{type(error).__name__}: {error}"
+                level = logging.WARNING if isinstance(error, ReefError) else logging.ERROR
+                log.log(level, "scenario %s: %s", self._name, self.error, exc_info=not isinstance(error, ReefError))
+                await asyncio.sleep(backoff)
+                backoff = min(backoff * 2, 30.0)
+
+    async def _sleep(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._wake.wait(), seconds)
+        except TimeoutError:
+            return
+        self._wake.clear()

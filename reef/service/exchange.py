@@ -1,0 +1,218 @@
+"""One recorded exchange: a call in, an answer out, and its record durable before its receipt is sent.
+
+::
+
+    claim the id ─► stored already? ─yes─► send the stored bytes
+                          │no
+                          ▼
+    start ─► first delta ─► open the scenario ─► send deltas ... ─► append the record ─► send the rest, with receipt
+                 │                                  │ client leaves / engine fails / shutdown
+                 ▼ error                            ▼
+              4xx, 503, nothing stored        append the record with that ending: it never trains
+
+A client sees a prefix of what is recorded, and all of it unless it left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from reef.errors import Conflict, EngineError, InvalidRequest, ReefError, Unavailable
+from reef.inference.chat.service import ChatRequest, ChatStream, Delta
+from reef.runtime.interfaces import Ending, InferenceRecord
+from reef.service.failures import failure_response
+from reef.service.gateway import Gateway
+from reef.service.request import RECEIPT_HEADER, RequestHead, new_record_id
+from reef.service.wire.base import ChatCall, Writer
+
+CLIENT_CLOSED_REQUEST = 499
+JSON = "application/json"
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+
+
+class Exchange:
+    """An ASGI response that generates, records and sends the answer to one call."""
+
+    def __init__(
+        self, gateway: Gateway, head: RequestHead, call: ChatCall, writer: type[Writer], route: str, body: bytes
+    ) -> None:
+        self._gateway = gateway
+        self._head = head
+        self._call = call
+        self._route = route
+        self._body = body
+        self._record_id = head.record_id or new_record_id()
+        self._created_at = time.time()
+        model = gateway.deployment.models()[0]
+        self._writer = writer(call, self._record_id, int(self._created_at), model)
+        self._release_id: str | None = None
+        self._sent: list[bytes] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._head.record_id is None:
+            await self._generate(scope, receive, send)
+            return
+        async with self._gateway.claim(self._head.scenario, self._record_id):
+            stored = await self._stored()
+            if stored is not None:
+                await stored(scope, receive, send)
+            else:
+                await self._generate(scope, receive, send)
+
+    # ------------------------------------------------------------------ repeated requests
+
+    async def _stored(self) -> Response | None:
+        """The answer to the same request with the same id, if there is one. Raises Conflict for another request."""
+        found = await self._gateway.deployment.storage.get(self._head.scenario, [self._record_id])
+        record = found.get(self._record_id)
+        if record is None:
+            return None
+        if not isinstance(record, InferenceRecord) or (record.route, record.request) != (self._route, self._body):
+            raise Conflict(f"record id {self._record_id!r} is taken by another request")
+        if not all(generation.ending.complete for generation in record.generations):
+            raise Conflict(f"the answer with record id {self._record_id!r} was cut short; ask again with a new id")
+        media_type = EVENT_STREAM if self._call.stream else JSON
+        return Response(record.response, record.status, {RECEIPT_HEADER: self._record_id}, media_type)
+
+    # ------------------------------------------------------------------ a new answer
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._gateway.admit()
+        scenario = await self._gateway.existing(self._head.scenario)
+        head = scenario.head if scenario is not None else None
+        stream = await self._start()
+        async with self._gateway.generating(stream):
+            watcher = asyncio.create_task(_abort_when_client_leaves(receive, stream))
+            try:
+                first = await anext(stream, None)
+                if first is not None and first.ending is Ending.ENGINE_CUT and not stream.began:
+                    raise Unavailable(first.error or "the engine failed")
+                if head is None:  # created only now: a request that is refused creates nothing
+                    head = (await self._gateway.deployment.scenario(self._head.scenario, create=True)).head
+                self._release_id = head.release_id
+                if self._call.stream and first is not None:
+                    await self._send_stream(stream, first, send)
+                else:
+                    response = await self._whole(stream, first)
+                    await response(scope, receive, send)
+            finally:
+                watcher.cancel()
+
+    async def _start(self) -> ChatStream:
+        call = self._call
+        request = ChatRequest(
+            request_id=new_record_id(),
+            messages=call.messages,
+            sampling=call.sampling,
+            max_tokens=call.max_tokens,
+            n=call.n,
+            lane=self._head.scenario,
+            logprobs=call.logprobs,
+        )
+        try:
+            return await self._gateway.deployment.chat.start(request)
+        except InvalidRequest as error:
+            if error.field == "max_tokens":
+                error.field = call.max_tokens_field
+            raise
+
+    async def _whole(self, stream: ChatStream, first: Delta | None) -> Response:
+        deltas: list[list[Delta]] = [[] for _ in stream.choices]
+        delta, error = first, "the server is shutting down"
+        while delta is not None and delta.ending is not Ending.ENGINE_CUT:
+            deltas[delta.index].append(delta)
+            delta = await anext(stream, None)
+        if delta is not None:
+            error = delta.error or "the engine failed"
+        if stream.ending.complete:
+            response = Response(self._writer.whole(stream.choices, deltas), 200, media_type=JSON)
+        else:
+            # The client saw nothing of this answer, so its own id stays free for another try.
+            self._record_id = new_record_id()
+            response = _cut_response(stream.ending, error)
+        stream.abort(Ending.ENGINE_CUT)
+        response.headers[RECEIPT_HEADER] = self._record_id
+        await self._record(stream, bytes(response.body), response.status_code)
+        return response
+
+    async def _send_stream(self, stream: ChatStream, first: Delta, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self._stream_headers()})
+        await self._send_part(self._writer.opening(), send)
+        unfinished = len(stream.choices)
+        delta: Delta | None = first
+        failure = "the server is shutting down"
+        while delta is not None and delta.ending is not Ending.ENGINE_CUT:
+            await self._send_part(self._writer.delta(delta), send)
+            if delta.ending is not None:
+                unfinished -= 1
+                if unfinished == 0:
+                    break
+                await self._send_part(self._writer.ended(delta), send)
+            delta = await anext(stream, None)
+        if delta is not None and unfinished:
+            failure = delta.error or "the engine failed"
+            stream.abort(Ending.ENGINE_CUT)
+        await self._end_stream(stream, delta, failure, send)
+
+    async def _end_stream(self, stream: ChatStream, last: Delta | None, failure: str, send: Send) -> None:
+        if stream.ending is Ending.CLIENT_LEFT:
+            rest = b""
+        elif last is not None and stream.ending.complete:
+            rest = self._writer.closing(last, stream.choices)
+        else:
+            rest = self._writer.failure(EngineError(failure))
+        try:
+            await self._record(stream, b"".join([*self._sent, rest]), 200)
+        except ReefError as error:
+            rest = self._writer.failure(error)
+        with suppress(OSError):
+            await send({"type": "http.response.body", "body": rest, "more_body": False})
+
+    async def _send_part(self, part: bytes, send: Send) -> None:
+        if part:
+            self._sent.append(part)
+            with suppress(OSError):  # the client is gone; the watcher sees it too
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+
+    async def _record(self, stream: ChatStream, response: bytes, status: int) -> None:
+        """Return when the record is durable. Raises StorageError, Conflict."""
+        await self._gateway.deployment.storage.append(
+            InferenceRecord(
+                record_id=self._record_id,
+                scenario=self._head.scenario,
+                created_at=self._created_at,
+                route=self._route,
+                request=self._body,
+                response=response,
+                status=status,
+                release_id=self._release_id,
+                generations=stream.generations,
+                tags=self._head.tags,
+            )
+        )
+        self._gateway.deployment.chat.remember(stream)
+
+    def _stream_headers(self) -> list[tuple[bytes, bytes]]:
+        return [
+            (b"content-type", EVENT_STREAM.encode()),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+            (RECEIPT_HEADER.encode(), self._record_id.encode()),
+        ]
+
+
+async def _abort_when_client_leaves(receive: Receive, stream: ChatStream) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    stream.abort(Ending.CLIENT_LEFT)
+
+
+def _cut_response(ending: Ending, reason: str) -> Response:
+    if ending is Ending.CLIENT_LEFT:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return failure_response(Unavailable(reason))

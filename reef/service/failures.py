@@ -1,0 +1,54 @@
+"""Errors as HTTP responses, in the shape of the API that was called. So far every route speaks OpenAI's."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from reef.errors import NotFound, ReefError, RequestTooLarge, Unauthorized, Unavailable, http_status
+from reef.service.wire import openai
+
+log = logging.getLogger("reef.service")
+
+
+def failure_response(error: ReefError, status: int | None = None, headers: dict[str, str] | None = None) -> Response:
+    """Return the response for `error`; 503 carries Retry-After."""
+    status = status or http_status(error)
+    sent = dict(headers or {})
+    if status == 503:
+        wait = error.retry_after if isinstance(error, Unavailable) else 1.0
+        sent["retry-after"] = str(max(1, math.ceil(wait)))
+    if isinstance(error, Unauthorized):
+        sent["www-authenticate"] = "Bearer"
+    if isinstance(error, RequestTooLarge):
+        sent["connection"] = "close"  # the rest of the body is not read
+    return Response(openai.error_body(error, status), status, sent, "application/json")
+
+
+async def on_reef_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ReefError)
+    if http_status(error) >= 500:
+        log.warning("%s %s: %s: %s", request.method, request.url.path, type(error).__name__, error)
+    return failure_response(error)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """No such route (404), or not with this method (405)."""
+    assert isinstance(error, HTTPException)
+    what = "method not allowed for" if error.status_code == 405 else "no such route:"
+    message = NotFound(f"{what} {request.method} {request.url.path}")
+    return failure_response(message, error.status_code, dict(error.headers or {}))
+
+
+async def on_client_disconnect(request: Request, error: Exception) -> Response:
+    """The client left while it sent its body; nobody will read this."""
+    return Response(status_code=499)
+
+
+async def on_unexpected(request: Request, error: Exception) -> Response:
+    """A bug of ours. The server logs the traceback; the client gets no details."""
+    return failure_response(ReefError("internal error"), 500)

@@ -1,0 +1,86 @@
+"""What all handlers share, and the door that closes at shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.requests import Request
+
+from reef.errors import NotFound, Unavailable
+from reef.inference.chat.service import ChatStream
+from reef.runtime.interfaces import Ending
+from reef.scenario.scenario import Scenario
+from reef.service.config import ServiceConfig
+from reef.service.runtime import Deployment
+
+
+class Gateway:
+    """The deployment as its HTTP side sees it, and the exchanges in flight."""
+
+    def __init__(self, deployment: Deployment, config: ServiceConfig) -> None:
+        self.deployment = deployment
+        self.config = config
+        self.started_at = time.time()
+        self._streams: set[ChatStream] = set()
+        self._claims: dict[tuple[str, str], asyncio.Event] = {}
+        self._closing = False
+
+    @staticmethod
+    def of(request: Request) -> Gateway:
+        gateway: Gateway = request.app.state.gateway
+        return gateway
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._streams)
+
+    async def existing(self, scenario: str) -> Scenario | None:
+        """The scenario, or None; never creates it."""
+        try:
+            return await self.deployment.scenario(scenario, create=False)
+        except NotFound:
+            return None
+
+    async def health(self) -> list[str]:
+        """Why it cannot serve or store; empty when it can."""
+        return (["shutting down"] if self._closing else []) + await self.deployment.health()
+
+    def admit(self) -> None:
+        """Raises Unavailable once shutdown has begun."""
+        if self._closing:
+            raise Unavailable("shutting down", retry_after=5.0)
+
+    @asynccontextmanager
+    async def claim(self, scenario: str, record_id: str) -> AsyncIterator[None]:
+        """Hold an id that a client chose, so that the same request sent twice at once is answered once."""
+        key = (scenario, record_id)
+        while (held := self._claims.get(key)) is not None:
+            await held.wait()
+        done = self._claims[key] = asyncio.Event()
+        try:
+            yield
+        finally:
+            del self._claims[key]
+            done.set()
+
+    @asynccontextmanager
+    async def generating(self, stream: ChatStream) -> AsyncIterator[None]:
+        """Register a stream, so that shutdown can cut it; always closes it."""
+        self._streams.add(stream)
+        try:
+            yield
+        finally:
+            self._streams.discard(stream)
+            await stream.close()
+
+    async def drain(self, grace: float) -> None:
+        """Close the door, give what runs `grace` seconds to finish, then cut it; its records say so."""
+        self._closing = True
+        deadline = time.monotonic() + grace
+        while self._streams and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        for stream in list(self._streams):
+            stream.abort(Ending.ENGINE_CUT)

@@ -1,0 +1,104 @@
+"""What a request says besides its body: scenario, tags, ids; and reading the body within its limit."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+
+from starlette.requests import ClientDisconnect, Request
+
+from reef.errors import InvalidRequest, RequestTooLarge
+
+SCENARIO_HEADER = "x-reef-scenario"
+RECORD_HEADER = "x-reef-record-id"
+RECEIPT_HEADER = "x-reef-agent-record-id"
+TAG_PREFIX = "x-reef-tag-"
+MAX_TAGS = 32
+MAX_TAG_LENGTH = 1024
+
+_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,128}", re.ASCII)
+
+
+@dataclass(slots=True, frozen=True)
+class RequestHead:
+    """The Reef headers of one request, validated."""
+
+    scenario: str
+    record_id: str | None  # the client's own id, which makes repeating the request harmless
+    tags: dict[str, str]
+
+
+def read_head(request: Request, default_scenario: str) -> RequestHead:
+    """Raises InvalidRequest naming the header."""
+    scenario: str | None = None
+    record_id: str | None = None
+    tags: dict[str, str] = {}
+    for raw, value in request.scope["headers"]:
+        if not raw.startswith(b"x-reef-"):
+            continue
+        header = raw.decode("latin-1")
+        if header == SCENARIO_HEADER:
+            scenario = _once(scenario, checked_name(value.decode("latin-1"), header), header)
+        elif header == RECORD_HEADER:
+            record_id = _once(record_id, checked_name(value.decode("latin-1"), header), header)
+        elif header.startswith(TAG_PREFIX):
+            tags[checked_name(header.removeprefix(TAG_PREFIX), header)] = _tag_value(value, header)
+    if len(tags) > MAX_TAGS:
+        raise InvalidRequest(f"at most {MAX_TAGS} tags, got {len(tags)}", TAG_PREFIX + "*")
+    return RequestHead(scenario or default_scenario, record_id, tags)
+
+
+def checked_name(text: str, field: str) -> str:
+    """Return `text` if it is a valid scenario name or record id. Raises InvalidRequest naming `field`."""
+    if _NAME.fullmatch(text) is None:
+        raise InvalidRequest(
+            f"{field} must be 1 to 128 characters of A-Z a-z 0-9 . _ - and not only dots, got {text[:140]!r}", field
+        )
+    return text
+
+
+def _once(earlier: str | None, value: str, header: str) -> str:
+    if earlier is not None and earlier != value:
+        raise InvalidRequest(f"{header} is given twice with different values", header)
+    return value
+
+
+def _tag_value(value: bytes, header: str) -> str:
+    if len(value) > MAX_TAG_LENGTH:
+        raise InvalidRequest(f"{header} must have at most {MAX_TAG_LENGTH} bytes, got {len(value)}", header)
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Read the whole body, but stop at the limit. Raises RequestTooLarge, ClientDisconnect."""
+    declared = request.headers.get("content-length")
+    if declared is not None and declared.isdecimal() and int(declared[:20]) > limit:
+        raise _too_large(limit)
+    receive = request.receive
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _too_large(limit: int) -> RequestTooLarge:
+    return RequestTooLarge(f"the body is over the limit of {limit} bytes")
+
+
+def new_record_id() -> str:
+    """A fresh id; ids sort by time, which keeps an index on them compact."""
+    return f"{time.time_ns():016x}{os.urandom(8).hex()}"

@@ -1,0 +1,266 @@
+"""Assembles one deployment from its configuration: storage, engines, trainer, coordinator, scenarios."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reef import __version__
+from reef.artifact import chain
+from reef.artifact.base import base_content_id
+from reef.artifact.content import DirectoryContentStore
+from reef.errors import EngineError, NotFound, StorageError
+from reef.inference.chat.messages import Message
+from reef.inference.chat.service import ChatRequest, ChatService
+from reef.inference.chat.tokenizer import ChatTokenizer
+from reef.inference.local.backend import LocalBackend
+from reef.inference.local.client import LocalHandler
+from reef.recipe.lookup import build_evaluator, build_recipe
+from reef.records.lock import DirectoryLock
+from reef.records.sqlite import SqliteStorage
+from reef.runtime.deployment import CoordinatorRuntime
+from reef.runtime.executor import make_executor
+from reef.runtime.interfaces import (
+    Candidate,
+    CandidateSampler,
+    Executor,
+    InferenceHandler,
+    MarkerState,
+    PauseMode,
+    Release,
+    SamplingParams,
+    Storage,
+    TrainingBackend,
+)
+from reef.runtime.publication import Publication, probe_ids
+from reef.runtime.recovery import MarkerFile
+from reef.runtime.scheduler import TrainingCoordinator
+from reef.scenario.scenario import Scenario, Services
+from reef.service.config import NoTraining, ReefConfig
+from reef.train.torch_backend.backend import TorchBackend
+
+log = logging.getLogger("reef.service")
+
+TORCH_WORKER = "reef.train.torch_backend.worker:TorchWorker"
+KEPT_REJECTED = 20  # newest commits whose rejected candidates stay on disk
+KEPT_STATES = 3  # optimizer states of the newest releases of a scenario
+HEALTH_SECONDS = 1.0  # a durable write proves the store at most this often
+
+
+class PinnedSampler(CandidateSampler):
+    """Asks the engines under pinned weights: the staged candidate, or the incumbent that serves."""
+
+    def __init__(self, chat: ChatService, candidate: str, incumbent: str) -> None:
+        self._chat = chat
+        self._loads = {True: candidate, False: incumbent}
+
+    async def chat(self, messages: list[dict[str, Any]], sampling: SamplingParams, *, candidate: bool) -> str:
+        """Raises EngineError if the engine cut the answer short."""
+        stream = await self._chat.start(
+            ChatRequest(
+                request_id=f"evaluation-{uuid.uuid4().hex}",
+                messages=[Message(role=turn["role"], content=turn["content"]) for turn in messages],
+                sampling=sampling,
+                max_tokens=sampling.max_tokens,
+                runtime_load_id=self._loads[candidate],
+            )
+        )
+        try:
+            async for delta in stream:
+                if delta.error is not None:
+                    raise EngineError(delta.error)
+            return stream.choices[0].text
+        finally:
+            await stream.close()
+
+
+class Deployment:
+    """What the HTTP layer serves. Built stopped; `start` brings it to the last committed releases."""
+
+    def __init__(self, config: ReefConfig) -> None:
+        self.config = config
+        self.data = Path(config.reef.data_dir)
+        self.started_at = time.time()
+        self._lock = DirectoryLock(self.data)
+        self._scenarios: dict[str, Scenario] = {}
+        self._creating = asyncio.Lock()
+        self._checked = (0.0, "")
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Open, start, recover. Raises what failed, with everything closed again."""
+        self._lock.acquire()
+        try:
+            await self._build()
+            await self.storage.open()
+            await self._runtime.start()
+            await self._recover()
+            self._runtime.watch()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _build(self) -> None:
+        config, data = self.config, self.data
+        model = Path(config.inference.model_path)
+        base = await asyncio.to_thread(base_content_id, model, data / "base-model.json")
+        self.storage: Storage = SqliteStorage(
+            Path(config.storage.path or data / "reef.db"),
+            busy_timeout=config.storage.busy_timeout,
+            read_threads=config.storage.read_threads,
+        )
+        self._contents = contents = DirectoryContentStore(data / "artifacts")
+        engines = LocalBackend(
+            config.inference, self._engine_executor, num_engines=config.inference.engines, base_content_id=base
+        )
+        self.handler: InferenceHandler = LocalHandler(engines.socket_paths)
+        tokenizer = await asyncio.to_thread(ChatTokenizer.load, model)
+        self.chat = ChatService(tokenizer, self.handler)
+        probe = probe_ids(tokenizer.vocab_size)
+        pause_mode = PauseMode(config.inference.pause_mode)
+        self._publication = Publication(engines, contents, pause_mode, base, probe)
+        trainer = self._trainer()
+        coordinator = TrainingCoordinator(trainer, self._publication, contents, MarkerFile(data / "marker.json"))
+        self._runtime = CoordinatorRuntime(coordinator, self._publication, engines, trainer, self.handler)
+        self._services = Services(
+            storage=self.storage,
+            contents=contents,
+            runtime=self._runtime,
+            recipe=build_recipe(config.recipe),
+            evaluator=build_evaluator(config.evaluation, self._runtime),
+            sampler=self._sampler,
+            turn=asyncio.Lock(),
+            scratch=data / "candidates",
+            base_content_id=base,
+            probe_ids=probe,
+            released=self._collect_garbage,
+        )
+        self._base = base
+
+    def _engine_executor(self, worker: str, kwargs_per_rank: Sequence[Mapping[str, Any]]) -> Executor:
+        return self._executor("engine", worker, kwargs_per_rank)
+
+    def _trainer(self) -> TrainingBackend | None:
+        training = self.config.training
+        if isinstance(training, NoTraining):
+            return None
+        arguments = {"model_path": self.config.inference.model_path, "config": training}
+        return TorchBackend(training, self._executor("trainer", TORCH_WORKER, [arguments]))
+
+    def _executor(self, name: str, worker: str, kwargs_per_rank: Sequence[Mapping[str, Any]]) -> Executor:
+        execution = self.config.execution
+        return make_executor(
+            execution.executor,
+            worker,
+            kwargs_per_rank,
+            name=name,
+            log_directory=self.data / "logs",
+            start_timeout=execution.start_timeout,
+        )
+
+    def _sampler(self, candidate: Candidate, head: Release) -> CandidateSampler:
+        return PinnedSampler(self.chat, candidate.runtime_load_id, head.runtime_load_id)
+
+    async def _recover(self) -> None:
+        states = await self.storage.scenarios()
+        marker = await self._runtime.marker()
+        commit = await self.storage.commit_by_job(marker.job_id) if marker else None
+        committed = commit is not None and commit.release is not None
+        recovered = await self._runtime.recover([state.head for state in states], committed)
+        for state in states:
+            self._scenarios[state.scenario] = Scenario(state, self._services)
+        marker = await self._runtime.marker()
+        if marker and commit is None and marker.state is MarkerState.REJECTED and marker.candidate:
+            scenario = self._scenarios[marker.scenario]
+            await scenario.write_off_recovered(marker.candidate, marker.error or "rejected before a restart")
+        for scenario in self._scenarios.values():
+            mine = recovered if recovered is not None and recovered.scenario == scenario.name else None
+            await scenario.start(mine)
+        await self.scenario(self.config.reef.default_scenario, create=True)
+
+    async def _collect_garbage(self) -> None:
+        """Keep every release's content, the newest optimizer states, and what rollback or promotion may still name."""
+        keep: set[str] = set()
+        marker = await self._runtime.marker()
+        if marker is not None and marker.candidate is not None:
+            keep |= {marker.candidate.content_id, marker.candidate.state_id or ""}
+        for scenario in self._scenarios:
+            releases = await self.storage.releases(scenario, limit=100_000)
+            keep |= {release.content_id for release in releases}
+            keep |= {release.state_id or "" for release in releases[:KEPT_STATES]}
+            for commit in await self.storage.commits(scenario, limit=KEPT_REJECTED):
+                found = commit.metrics.get("candidate", {})
+                keep |= {found.get("content_id", ""), found.get("state_id", "")}
+        freed = await asyncio.to_thread(self._contents.retain, keep)
+        log.debug("freed %d bytes of contents", freed)
+
+    async def close(self) -> None:
+        for scenario in self._scenarios.values():
+            await scenario.close()
+        if hasattr(self, "_runtime"):
+            await self._runtime.close()
+        if hasattr(self, "storage"):
+            await self.storage.close()
+        self._lock.release()
+
+    # ------------------------------------------------------------------ what routes use
+
+    def models(self) -> list[str]:
+        config = self.config.inference
+        return [config.served_model_name or Path(config.model_path).name]
+
+    def scenarios(self) -> list[Scenario]:
+        return list(self._scenarios.values())
+
+    async def scenario(self, name: str, *, create: bool) -> Scenario:
+        """Return the scenario; with `create`, make it on first use. Raises NotFound."""
+        if found := self._scenarios.get(name):
+            return found
+        if not create:
+            raise NotFound(f"there is no scenario {name!r}")
+        async with self._creating:
+            if found := self._scenarios.get(name):
+                return found
+            state = await self.storage.create_scenario(chain.base_release(name, self._base, time.time()))
+            self._publication.remember(state.head)
+            scenario = Scenario(state, self._services)
+            await scenario.start()
+            self._scenarios[name] = scenario
+            return scenario
+
+    async def health(self) -> list[str]:
+        """Why it cannot serve or store now; empty when it can."""
+        checked_at, reason = self._checked
+        if time.monotonic() - checked_at > HEALTH_SECONDS:
+            try:
+                await self.storage.check()
+                reason = ""
+            except StorageError as error:
+                reason = str(error)
+            self._checked = (time.monotonic(), reason)
+        return [*self._runtime.health(), *([reason] if reason else [])]
+
+    async def status(self) -> dict[str, Any]:
+        marker = await self._runtime.marker()
+        return {
+            "version": __version__,
+            "model": self.models()[0],
+            "uptime_seconds": round(time.time() - self.started_at, 1),
+            "health": await self.health(),
+            "engines": await self._runtime.engine_reports(),
+            "job": None
+            if marker is None
+            else {"job_id": marker.job_id, "scenario": marker.scenario, "state": marker.state, "error": marker.error},
+            "scenarios": [await scenario.status() for scenario in self._scenarios.values()],
+        }
+
+
+def build(config: ReefConfig) -> Deployment:
+    """Return the deployment that `config` describes, not started."""
+    return Deployment(config)

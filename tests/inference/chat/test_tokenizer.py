@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from reef.errors import ConfigError, InvalidRequest
+from reef.inference.chat.messages import Message, ToolCall
+from reef.inference.chat.tokenizer import ChatTokenizer
+
+HELLO = [Message(role="user", content="Hello")]
+
+
+def test_a_conversation_becomes_what_the_model_s_template_makes_of_it(tokenizer):
+    expected = tokenizer._tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hello"}], add_generation_prompt=True, return_dict=False
+    )
+    assert tokenizer.encode_now(tokenizer.render(HELLO)) == expected
+
+
+def test_long_text_is_tokenized_on_a_thread_with_the_same_result(tokenizer, run):
+    text = "The quick brown fox. " * 5000
+
+    async def ticking():
+        encoding = asyncio.create_task(tokenizer.encode(text))
+        gaps, last = [], time.perf_counter()
+        while not encoding.done():
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+        return encoding.result(), gaps
+
+    started = time.perf_counter()
+    ids, gaps = run(ticking())
+    whole = time.perf_counter() - started
+    assert ids == tokenizer.encode_now(text)
+    assert len(gaps) > 3 and max(gaps) < whole / 2  # the loop ran meanwhile
+
+
+def test_a_template_that_refuses_names_the_field(tokenizer):
+    class Refusing:
+        backend_tokenizer = tokenizer._backend
+        added_tokens_decoder = tokenizer._tokenizer.added_tokens_decoder
+        chat_template = "set"
+
+        def apply_chat_template(self, messages, **kwargs):
+            from jinja2 import TemplateError
+
+            if messages[0]["role"] == "tool":
+                raise TemplateError("roles must alternate")
+            return ""
+
+    with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
+        ChatTokenizer(Refusing()).render([Message(role="tool", content="1")])
+    assert caught.value.field == "messages"
+
+
+def test_a_model_without_a_chat_template_is_refused(tokenizer):
+    class Bare:
+        backend_tokenizer = tokenizer._backend
+        chat_template = None
+
+    with pytest.raises(ConfigError, match="chat template"):
+        ChatTokenizer(Bare())
+
+
+def test_tool_calls_reach_the_template_with_parsed_arguments():
+    call = Message(
+        role="assistant", content="", tool_calls=(ToolCall("c1", "add", '{"a": 1}'), ToolCall("c2", "x", "{"))
+    )
+    functions = [entry["function"] for entry in call.for_template()["tool_calls"]]
+    assert functions == [{"name": "add", "arguments": {"a": 1}}, {"name": "x", "arguments": "{"}]
+
+
+def test_token_bytes_of_padding_rows_are_empty(tokenizer):
+    assert tokenizer.token_bytes(tokenizer.vocab_size + 5) == b""

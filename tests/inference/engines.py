@@ -1,0 +1,82 @@
+"""What tests of running engines share: a configuration, requests, readers, and other weights for the tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from reef.inference.local.config import LocalConfig
+from reef.runtime.interfaces import BASE_LANE, GenerateRequest, InferenceHandler, SamplingParams, TokenChunk
+
+
+def tiny_config(model: Path, **changes) -> LocalConfig:
+    settings = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_cache_tokens": 16384, "max_running": 64}
+    return LocalConfig(model_path=str(model), **{**settings, **changes})
+
+
+def other_weights(model: Path, target: Path, seed: int = 1) -> Path:
+    """A directory with the model's weights, disturbed."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, target)
+    torch.manual_seed(seed)
+    tensors = load_file(target / "model.safetensors")
+    save_file(
+        {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in tensors.items()},
+        target / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    return target
+
+
+def ask(number: int = 0, *, max_tokens: int = 8, lane: str = BASE_LANE, **sampling) -> GenerateRequest:
+    """A greedy request of exactly `max_tokens` tokens whose prompt depends on `number`."""
+    return GenerateRequest(
+        request_id=f"request-{number}",
+        prompt_ids=[100 + number, *range(200, 210)],
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **sampling),
+        lane=lane,
+    )
+
+
+@dataclass
+class Reader:
+    """Collects one stream, with the time at which each chunk arrived."""
+
+    chunks: list[TokenChunk] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+    async def read(self, handler: InferenceHandler, request: GenerateRequest, *, delay: float = 0.0) -> Reader:
+        async for chunk in handler.generate(request):
+            self.chunks.append(chunk)
+            self.times.append(time.monotonic())
+            if delay:
+                await asyncio.sleep(delay)
+        return self
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.token_ids]
+
+    @property
+    def loads(self) -> list[str]:
+        """Runtime load ids in the order in which they produced tokens, each run once."""
+        found: list[str] = []
+        for chunk in self.chunks:
+            if chunk.token_ids and (not found or found[-1] != chunk.runtime_load_id):
+                found.append(chunk.runtime_load_id)
+        return found
+
+    async def has(self, tokens: int) -> None:
+        """Wait until that many tokens have arrived."""
+        async with asyncio.timeout(30):
+            while len(self.tokens) < tokens:
+                await asyncio.sleep(0.002)
+
+
+def run(coroutine, seconds: float = 60.0):
+    return asyncio.run(asyncio.wait_for(coroutine, seconds))

@@ -1,0 +1,379 @@
+"""One real engine behind its socket, driven by the real client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+
+import pytest
+
+pytest.importorskip("torch")
+
+from reef.errors import EngineError, EngineUncertain, InvalidRequest, Unavailable
+from reef.inference.local.client import LocalHandler
+from reef.inference.local.engine import LocalEngine
+from reef.inference.local.worker import EngineWorker
+from reef.runtime.interfaces import (
+    BASE_LOAD_ID,
+    Ending,
+    GenerateRequest,
+    PauseMode,
+    SamplingParams,
+    WeightKind,
+    WeightLoad,
+)
+from tests.inference.engines import Reader, ask, other_weights, run, tiny_config
+
+BOTH = pytest.mark.parametrize("mode", list(PauseMode))
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_model):
+    directory = tempfile.mkdtemp(prefix="reef-test-")
+    worker = EngineWorker(config=tiny_config(tiny_model), name="engine-0", socket_path=f"{directory}/engine-0")
+    yield worker, f"{directory}/engine-0"
+    worker.close()
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def worker(shared):
+    worker, _ = shared
+    yield worker
+    worker.resume()
+    assert idle(worker)
+
+
+@pytest.fixture
+def path(shared, worker):
+    return shared[1]
+
+
+@pytest.fixture
+def fresh(tiny_model):
+    """Returns worker and socket path of an engine that the test may break."""
+    directory = tempfile.mkdtemp(prefix="reef-test-")
+    worker = EngineWorker(config=tiny_config(tiny_model), name="engine-0", socket_path=f"{directory}/engine-0")
+    yield worker, f"{directory}/engine-0"
+    worker.close()
+    shutil.rmtree(directory)
+
+
+@contextlib.asynccontextmanager
+async def client(path: str, **settings):
+    handler = LocalHandler(lambda: [path], **settings)
+    await handler.connect()
+    yield handler
+    await handler.close()
+
+
+def idle(worker: EngineWorker, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while (report := worker.report()).running + report.waiting and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return report.running + report.waiting == 0
+
+
+async def control(function, *args):
+    return await asyncio.to_thread(function, *args)
+
+
+def test_a_stream_carries_every_token_and_its_load(path):
+    async def body():
+        async with client(path) as handler:
+            reader = await Reader().read(handler, ask(max_tokens=20))
+            assert len(reader.tokens) == 20 and reader.loads == [BASE_LOAD_ID]
+            assert [chunk.ending for chunk in reader.chunks if chunk.ending] == [Ending.LENGTH]
+            assert {chunk.request_id for chunk in reader.chunks} == {"request-0"}
+            assert handler.max_context > 1000
+
+    run(body())
+
+
+def test_sixty_four_at_once_equal_one_at_a_time(path):
+    async def body():
+        async with client(path) as handler:
+            alone = [(await Reader().read(handler, ask(n, max_tokens=6))).tokens for n in range(0, 64, 8)]
+            together = await asyncio.gather(*(Reader().read(handler, ask(n, max_tokens=6)) for n in range(64)))
+            assert [reader.tokens for reader in together[::8]] == alone
+            assert len({tuple(reader.tokens) for reader in together}) > 8
+
+    run(body())
+
+
+def test_a_bad_request_is_refused_before_the_first_chunk(path):
+    async def body():
+        async with client(path) as handler:
+            too_long = GenerateRequest(request_id="r", prompt_ids=[1] * 100_000, sampling=SamplingParams())
+            with pytest.raises(InvalidRequest) as caught:
+                await anext(handler.generate(too_long))
+            assert caught.value.field
+            assert (await Reader().read(handler, ask())).chunks[-1].ending is Ending.LENGTH
+
+    run(body())
+
+
+def test_closing_the_iterator_aborts_in_the_engine(path, worker):
+    async def body():
+        async with client(path) as handler:
+            stream = handler.generate(ask(max_tokens=2000))
+            await anext(stream)
+            assert (await control(worker.report)).running == 1
+            await stream.aclose()
+            assert await control(idle, worker)
+
+    run(body())
+
+
+def test_a_client_that_is_gone_leaves_no_request(path, worker):
+    async def body():
+        async with client(path) as handler:
+            readers = [Reader() for _ in range(3)]
+            tasks = [asyncio.ensure_future(r.read(handler, ask(n, max_tokens=2000))) for n, r in enumerate(readers)]
+            await asyncio.gather(*(reader.has(2) for reader in readers))
+        ended = await asyncio.gather(*tasks)
+        assert {reader.chunks[-1].ending for reader in ended} == {Ending.ENGINE_CUT}
+        assert await control(idle, worker)
+
+    run(body())
+
+
+@BOTH
+def test_a_pause_is_a_barrier_under_traffic(path, worker, mode):
+    async def body():
+        async with client(path) as handler:
+            expected = await asyncio.gather(*(Reader().read(handler, ask(n, max_tokens=150)) for n in range(6)))
+            readers = [Reader() for _ in range(6)]
+            tasks = [asyncio.ensure_future(r.read(handler, ask(n, max_tokens=150))) for n, r in enumerate(readers)]
+            for goal in (10, 60):
+                await asyncio.gather(*(reader.has(goal) for reader in readers))
+                await control(worker.pause, mode)
+                await asyncio.sleep(0.05)  # what was sent before the barrier is read
+                before = [len(reader.tokens) for reader in readers]
+                assert max(before) < 150
+                late = asyncio.ensure_future(Reader().read(handler, ask(99, max_tokens=3)))
+                await asyncio.sleep(0.4)
+                assert [len(reader.tokens) for reader in readers] == before and not late.done()
+                report = await control(worker.report)
+                assert report.paused and report.running + report.waiting == 7
+                await control(worker.resume)
+                assert len((await late).tokens) == 3
+            await asyncio.gather(*tasks)
+            assert [reader.tokens for reader in readers] == [reader.tokens for reader in expected]
+
+    run(body())
+
+
+@BOTH
+def test_activation_switches_the_span_in_mid_stream(path, worker, tiny_model, tmp_path, mode):
+    load = WeightLoad(
+        runtime_load_id=f"engine:{mode}",
+        content_id="other",
+        kind=WeightKind.FULL,
+        path=str(other_weights(tiny_model, tmp_path / "other")),
+    )
+
+    async def body():
+        async with client(path) as handler:
+            base = await Reader().read(handler, ask(max_tokens=120, lane="shop"))
+            reader = Reader()
+            task = asyncio.ensure_future(reader.read(handler, ask(max_tokens=120, lane="shop")))
+            await control(worker.stage, load)
+            await reader.has(5)
+            await control(worker.pause, mode)
+            await control(worker.activate, "shop", load.runtime_load_id)
+            await control(worker.resume)
+            await task
+            assert reader.loads == [BASE_LOAD_ID, load.runtime_load_id]
+            first = sum(len(c.token_ids) for c in reader.chunks if c.runtime_load_id == BASE_LOAD_ID)
+            assert reader.tokens[:first] == base.tokens[:first] and reader.tokens != base.tokens
+            assert (await Reader().read(handler, ask(lane="shop"))).loads == [load.runtime_load_id]
+            assert (await Reader().read(handler, ask())).loads == [BASE_LOAD_ID]
+
+    run(body())
+    report = worker.report()
+    assert report.lanes["shop"] == load.runtime_load_id and report.loads[load.runtime_load_id] == "other"
+    worker.pause(mode)
+    worker.activate("shop", BASE_LOAD_ID)
+    worker.drop(load.runtime_load_id)
+
+
+def test_a_staged_load_scores_and_serves_only_who_pins_it(path, worker, tiny_model, tmp_path):
+    weights = str(other_weights(tiny_model, tmp_path / "other"))
+    worker.stage(WeightLoad(runtime_load_id="engine:7", content_id="c7", kind=WeightKind.FULL, path=weights))
+    ids = list(range(50, 66))
+    assert len(worker.score("engine:7", ids)) == 15
+    assert worker.score("engine:7", ids) != worker.score(BASE_LOAD_ID, ids)
+
+    async def body():
+        async with client(path) as handler:
+            pinned = ask()
+            pinned.runtime_load_id = "engine:7"
+            assert (await Reader().read(handler, pinned)).loads == ["engine:7"]
+            assert (await Reader().read(handler, ask())).loads == [BASE_LOAD_ID]
+
+    run(body())
+    worker.drop("engine:7")
+    assert "engine:7" not in worker.report().loads
+
+
+def test_control_errors_come_back(worker):
+    with pytest.raises(EngineError, match="nowhere"):
+        worker.stage(
+            WeightLoad(runtime_load_id="engine:8", content_id="c", kind=WeightKind.FULL, path="/nowhere/to/be/found")
+        )
+    with pytest.raises(EngineError):
+        worker.activate("shop", "engine:never")
+    assert worker.health() is None
+
+
+def test_a_slow_reader_gets_everything_and_delays_nobody(path):
+    async def body():
+        async with client(path) as handler:
+            alone = await Reader().read(handler, ask(1, max_tokens=100))
+            slow = asyncio.ensure_future(Reader().read(handler, ask(1, max_tokens=100), delay=0.03))
+            began = time.monotonic()
+            await Reader().read(handler, ask(2, max_tokens=100))
+            fast = time.monotonic() - began
+            assert not slow.done()
+            assert (await slow).tokens == alone.tokens
+            assert time.monotonic() - began > fast + 0.5
+
+    run(body())
+
+
+def test_an_idle_engine_sleeps(path, worker):
+    async def body():
+        async with client(path) as handler:
+            await Reader().read(handler, ask())
+            began = time.process_time()
+            await asyncio.sleep(0.5)
+            assert time.process_time() - began < 0.1
+            await control(worker.pause, PauseMode.IN_PLACE)
+            waiting = asyncio.ensure_future(Reader().read(handler, ask()))
+            await asyncio.sleep(0.05)
+            began = time.process_time()
+            await asyncio.sleep(0.5)
+            assert time.process_time() - began < 0.1
+            await control(worker.resume)
+            await waiting
+
+    run(body())
+
+
+def fail_steps(monkeypatch, count: int, error: Exception) -> None:
+    """The next `count` steps that have work raise."""
+    real = LocalEngine.step
+    left = [count]
+
+    def step(self):
+        if left[0] > 0:
+            left[0] -= 1
+            raise error
+        return real(self)
+
+    monkeypatch.setattr(LocalEngine, "step", step)
+
+
+def test_a_failed_step_cuts_its_requests_and_serving_goes_on(fresh, monkeypatch):
+    worker, path = fresh
+
+    async def body():
+        async with client(path) as handler:
+            reader = Reader()
+            task = asyncio.ensure_future(reader.read(handler, ask(max_tokens=2000)))
+            await reader.has(3)
+            fail_steps(monkeypatch, 1, RuntimeError("bad kernel"))
+            await task
+            assert reader.chunks[-1].ending is Ending.ENGINE_CUT
+            assert "RuntimeError: bad kernel" in reader.chunks[-1].error
+            assert (await Reader().read(handler, ask())).chunks[-1].ending is Ending.LENGTH
+            assert worker.health() is None
+
+    run(body())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bad kernel"), EngineUncertain("half a write")])
+def test_an_engine_that_does_not_recover_says_so(fresh, monkeypatch, error):
+    worker, path = fresh
+    fail_steps(monkeypatch, 1000, error)
+
+    async def body():
+        async with client(path) as handler:
+            for n in range(3):
+                with contextlib.suppress(Unavailable):
+                    assert (await Reader().read(handler, ask(n))).chunks[-1].ending is Ending.ENGINE_CUT
+            with pytest.raises(Unavailable, match=str(error)):
+                await anext(handler.generate(ask()))
+
+    run(body())
+    assert str(error) in worker.health()
+    with pytest.raises(EngineUncertain, match=str(error)):
+        worker.pause(PauseMode.RETRACT)
+    assert worker.report().running == 0
+
+
+def test_an_engine_that_cannot_even_end_its_requests_still_cuts_them(fresh, monkeypatch):
+    worker, path = fresh
+    fail_steps(monkeypatch, 1000, RuntimeError("bad kernel"))
+
+    def fail_all(self, reason):
+        raise RuntimeError("lost count")
+
+    monkeypatch.setattr(LocalEngine, "fail_all", fail_all)
+
+    async def body():
+        async with client(path) as handler:
+            reader = await Reader().read(handler, ask())
+            assert reader.chunks[-1].ending is Ending.ENGINE_CUT and "bad kernel" in reader.chunks[-1].error
+
+    run(body())
+    assert "lost count" in worker.health()
+
+
+def test_garbage_closes_only_its_own_connection(path):
+    async def body():
+        async with client(path) as handler:
+            reader, writer = await asyncio.open_unix_connection(path)
+            writer.write(b"\x00\x00\x00\x04oops")
+            assert len(await reader.read()) > 0  # the greeting, then the end
+            writer.close()
+            assert (await Reader().read(handler, ask())).chunks[-1].ending is Ending.LENGTH
+
+    run(body())
+
+
+def test_construction(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match="at most 100 bytes"):
+        EngineWorker(config=tiny_config(tiny_model), name="e", socket_path="/" + "x" * 100)
+    with pytest.raises(Exception, match="nowhere"):
+        EngineWorker(config=tiny_config(tmp_path / "nowhere"), name="e", socket_path=str(tmp_path / "s"))
+    assert not os.path.exists(tmp_path / "s")
+
+
+def test_a_paused_engine_takes_over_a_dead_ones_socket(tiny_model):
+    directory = tempfile.mkdtemp(prefix="reef-test-")
+    path = f"{directory}/engine-0"
+    with open(path, "w"):
+        pass
+    worker = EngineWorker(config=tiny_config(tiny_model), name="engine-0", socket_path=path, paused=True)
+    assert worker.report().paused
+
+    async def body():
+        async with client(path) as handler:
+            waiting = asyncio.ensure_future(Reader().read(handler, ask()))
+            await asyncio.sleep(0.2)
+            assert not waiting.done()
+            await control(worker.resume)
+            assert len((await waiting).tokens) == 8
+
+    run(body())
+    worker.close()
+    assert not os.path.exists(path)
+    with pytest.raises(EngineError, match="closed"):
+        worker.report()
+    os.rmdir(directory)

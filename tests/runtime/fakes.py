@@ -1,0 +1,176 @@
+"""Recording fakes for fault injection: engines and a trainer that behave, until they are told not to."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from pathlib import Path
+
+from reef.errors import EngineError
+from reef.runtime.interfaces import (
+    BASE_LOAD_ID,
+    EngineReport,
+    InferenceBackend,
+    PauseMode,
+    TrainingBackend,
+    TrainJob,
+    TrainResult,
+    WeightKind,
+    WeightLoad,
+)
+
+
+class Faults:
+    """Raises the planted error the n-th time that an operation is called (1 is the next time)."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self._planted: dict[str, tuple[int, BaseException]] = {}
+        self._seen: Counter[str] = Counter()
+
+    def plant(self, operation: str, error: BaseException, nth: int = 1) -> None:
+        self._planted[operation] = (self._seen[operation] + nth, error)
+
+    def hit(self, operation: str) -> None:
+        self.calls.append(operation)
+        self._seen[operation] += 1
+        nth, error = self._planted.get(operation, (0, None))
+        if error is not None and self._seen[operation] == nth:
+            raise error
+
+
+def text_of(path: str | None) -> str:
+    """What the fake weights below `path` say; the base model says "base"."""
+    return "base" if path is None else (Path(path) / "adapter_config.json").read_text()
+
+
+def scores_of(text: str, num_tokens: int) -> list[float]:
+    """Deterministic stand-in for a model's log-probabilities: they depend on the weights' text alone."""
+    seed = zlib.crc32(text.encode())
+    return [-(1.0 + (seed * (position + 3) % 97) / 97) for position in range(num_tokens - 1)]
+
+
+class FakeEngines(InferenceBackend):
+    """Two replicas that share one state; the second scores like the base for texts in `unapplied`."""
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+        self.unapplied: set[str] = set()
+        self.served: list[tuple[str, str]] = []  # (lane, runtime load ID) whenever something could be generated
+        self._fresh()
+
+    def _fresh(self) -> None:
+        self.loads = {BASE_LOAD_ID: "base"}
+        self.texts = {BASE_LOAD_ID: "base"}
+        self.lanes: dict[str, str] = {}
+        self.paused = False
+
+    def start(self) -> None:
+        self._fresh()
+
+    def pause(self, mode: PauseMode) -> None:
+        self.faults.hit("pause")
+        self.paused = True
+
+    def resume(self) -> None:
+        self.faults.hit("resume")
+        self.paused = False
+        self.served += list(self.lanes.items())
+
+    def flush(self) -> None:
+        self.faults.hit("flush")
+
+    def stage(self, load: WeightLoad) -> None:
+        self.faults.hit("stage")
+        self.loads[load.runtime_load_id] = load.content_id
+        self.texts[load.runtime_load_id] = text_of(load.path)
+
+    def activate(self, lane: str, runtime_load_id: str) -> None:
+        self.faults.hit("activate")
+        assert self.paused, "activate while running"
+        if runtime_load_id not in self.loads:
+            raise EngineError(f"unknown load {runtime_load_id}")
+        self.lanes[lane] = runtime_load_id
+
+    def drop(self, runtime_load_id: str) -> None:
+        self.faults.hit("drop")
+        assert runtime_load_id not in self.lanes.values(), "drop of a load that serves"
+        assert runtime_load_id != BASE_LOAD_ID
+        self.loads.pop(runtime_load_id, None)
+
+    def score(self, runtime_load_id: str, token_ids: list[int]) -> list[list[float]]:
+        text = self.texts[runtime_load_id]
+        good = scores_of(text, len(token_ids))
+        bad = scores_of("base" if text in self.unapplied else text, len(token_ids))
+        return [good, bad]
+
+    def reports(self) -> list[EngineReport]:
+        common = {
+            "lanes": dict(self.lanes),
+            "loads": dict(self.loads),
+            "paused": self.paused,
+            "free_pages": 1,
+            "total_pages": 1,
+            "running": 0,
+            "waiting": 0,
+        }
+        return [EngineReport(engine=f"engine-{rank}", **common) for rank in range(2)]
+
+    def release_memory(self) -> None: ...
+
+    def restore_memory(self) -> None: ...
+
+    def restart(self) -> None:
+        self.faults.hit("restart")
+        self._fresh()
+        self.paused = True
+
+    def health(self) -> str | None:
+        return None
+
+    def close(self) -> None: ...
+
+    @property
+    def probe_tolerance(self) -> float:
+        return 1e-3
+
+
+class FakeTrainer(TrainingBackend):
+    """Writes one file per candidate whose text is the job id."""
+
+    immutable = True
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+        self.trained: list[str] = []
+
+    def start(self) -> None: ...
+
+    def train(self, job: TrainJob) -> TrainResult:
+        self.faults.hit("train")
+        self.trained.append(job.job_id)
+        weights, state = Path(job.output_path) / "weights", Path(job.output_path) / "state"
+        for directory in (weights, state):
+            directory.mkdir(parents=True, exist_ok=True)
+        (weights / "adapter_config.json").write_text(job.job_id)
+        (state / "state.json").write_text(job.job_id)
+        return TrainResult(
+            weights_path=str(weights),
+            state_path=str(state),
+            metrics={"loss": 0.5},
+            probe_logprobs=scores_of(job.job_id, len(job.probe_ids)),
+            incumbent_probe_logprobs=scores_of(text_of(job.incumbent_path), len(job.probe_ids)),
+        )
+
+    def health(self) -> str | None:
+        return None
+
+    def close(self) -> None: ...
+
+    @property
+    def weight_kind(self) -> WeightKind:
+        return WeightKind.LORA
+
+    @property
+    def immutable_candidates(self) -> bool:
+        return self.immutable

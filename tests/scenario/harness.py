@@ -1,0 +1,168 @@
+"""A scenario on the real store, recipe and coordinator; engines and trainer are the fault-injecting fakes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+
+from reef.artifact import chain
+from reef.artifact.content import DirectoryContentStore
+from reef.recipe.config import RecipeConfig
+from reef.recipe.lookup import build_recipe
+from reef.records.sqlite import SqliteStorage
+from reef.runtime.deployment import CoordinatorRuntime
+from reef.runtime.interfaces import (
+    Candidate,
+    CandidateSampler,
+    Decision,
+    Ending,
+    Evaluation,
+    Evaluator,
+    GenerateRequest,
+    Generation,
+    InferenceHandler,
+    InferenceRecord,
+    PauseMode,
+    Release,
+    ReportRecord,
+    SamplingParams,
+    Span,
+    TokenChunk,
+)
+from reef.runtime.publication import Publication
+from reef.runtime.recovery import MarkerFile
+from reef.runtime.scheduler import TrainingCoordinator
+from reef.scenario.scenario import Scenario, Services
+from tests.runtime.fakes import FakeEngines, FakeTrainer, Faults
+
+
+class IdleHandler(InferenceHandler):
+    """Nobody generates in these tests."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        raise AssertionError("nothing should be generated")
+
+    async def connect(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    @property
+    def max_context(self) -> int:
+        return 64
+
+
+class IdleSampler(CandidateSampler):
+    async def chat(self, messages: list, sampling: SamplingParams, *, candidate: bool) -> str:
+        raise AssertionError("nothing should be sampled")
+
+
+class Verdict(Evaluator):
+    """Says what the test tells it to say."""
+
+    def __init__(self) -> None:
+        self.selected = True
+        self.error: Exception | None = None
+        self.asked: list[str] = []
+
+    async def evaluate(self, candidate: Candidate, sampler: CandidateSampler) -> Evaluation:
+        self.asked.append(candidate.job_id)
+        if self.error is not None:
+            raise self.error
+        return Evaluation(scores={"mean": 0.5})
+
+    def decide(self, candidate: Candidate, evaluation: Evaluation) -> Decision:
+        return Decision(self.selected, "the test says so")
+
+
+class Harness:
+    """One data directory. `boot` is what a service does at start; `stop` is its end, however it came."""
+
+    def __init__(self, path: Path, **recipe: object) -> None:
+        self.path = path
+        self.faults = Faults()
+        self.verdict = Verdict()
+        self.recipe = {"batch-size": 2, "min-age": 0.0, **recipe}
+        self.generations: int = 0
+
+    async def boot(self) -> Harness:
+        self.engines, self.trainer = FakeEngines(self.faults), FakeTrainer(self.faults)
+        self.storage = SqliteStorage(self.path / "reef.db")
+        await self.storage.open()
+        self.contents = DirectoryContentStore(self.path / "artifacts")
+        publication = Publication(self.engines, self.contents, PauseMode.IN_PLACE, "base", list(range(8)))
+        coordinator = TrainingCoordinator(
+            self.trainer, publication, self.contents, MarkerFile(self.path / "marker.json")
+        )
+        self.runtime = CoordinatorRuntime(coordinator, publication, self.engines, self.trainer, IdleHandler())
+        await self.runtime.start()
+        services = Services(
+            storage=self.storage,
+            contents=self.contents,
+            runtime=self.runtime,
+            recipe=build_recipe(msgspec.convert(self.recipe, RecipeConfig)),
+            evaluator=self.verdict,
+            sampler=lambda candidate, head: IdleSampler(),
+            turn=asyncio.Lock(),
+            scratch=self.path / "candidates",
+            base_content_id="base",
+            probe_ids=list(range(8)),
+            released=self._released,
+        )
+        state = await self.storage.create_scenario(chain.base_release("s", "base", 1.0))
+        marker = await self.runtime.marker()
+        commit = await self.storage.commit_by_job(marker.job_id) if marker else None
+        recovered = await self.runtime.recover([state.head], commit is not None and commit.release is not None)
+        self.scenario = Scenario(state, services)
+        await self.scenario.start(recovered)
+        return self
+
+    async def _released(self) -> None: ...
+
+    async def stop(self) -> None:
+        await self.scenario.close()
+        await self.runtime.close()
+        await self.storage.close()
+
+    async def feedback(self, name: str, score: float | None, **fields: object) -> None:
+        """One exchange under the current head, and a report about it."""
+        await self.storage.append(self.exchange(name, **fields))
+        await self.scenario.report(
+            ReportRecord(
+                record_id=f"report-{name}", scenario="s", created_at=time.time(), references=[name], score=score
+            )
+        )
+
+    def exchange(self, name: str, ending: Ending = Ending.STOP, release_id: str | None = None) -> InferenceRecord:
+        head: Release = self.scenario.head
+        generation = Generation(
+            prompt_ids=[1, 2, 3],
+            output_ids=[4, 5],
+            logprobs=[-0.5, -0.25],
+            sampled_logprobs=[-0.5, -0.25],
+            spans=[Span(0, 2, head.runtime_load_id)],
+            ending=ending,
+        )
+        return InferenceRecord(
+            record_id=name,
+            scenario="s",
+            created_at=time.time(),
+            route="/v1/chat/completions",
+            request=b"{}",
+            response=b"{}",
+            status=200,
+            release_id=release_id or head.release_id,
+            generations=[generation],
+        )
+
+    async def until(self, condition, seconds: float = 10.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"still waiting; status {await self.scenario.status()}"
+            await asyncio.sleep(0.01)
+
+    async def released(self, number: int) -> None:
+        await self.until(lambda: self.scenario.head.number >= number and not self.engines.paused)
