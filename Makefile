@@ -27,7 +27,9 @@ check: $(STAMP)
 	$(BIN)/python -m pytest tests/test_structure.py tests/test_wheel.py
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks $(ARGS)
+	for name in $(basename $(notdir $(wildcard benchmarks/[a-z]*.py))); do \
+		$(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; \
+	done
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py

@@ -164,8 +164,8 @@ def show(results: dict) -> None:
         ratio = contenders["group"]["appends_per_second"] / contenders["rival"]["appends_per_second"]
         print(f"| {concurrency} | {cells[0]} | {cells[1]} | {ratio:.1f} |")
     print(
-        f"an exchange with {results['body_bytes_per_record']:.0f} bytes of bodies, 40 prompt and 30 output tokens takes "
-        f"{results['file_bytes_per_record']:.0f} bytes of file; "
+        f"an exchange with {results['body_bytes_per_record']:.0f} bytes of bodies, 40 prompt and 30 output tokens "
+        f"takes {results['file_bytes_per_record']:.0f} bytes of file; "
         f"opening {OPEN_RECORDS:,} records takes {results['open_seconds_at_100k'] * 1e3:.0f} ms"
     )
 

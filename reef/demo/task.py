@@ -34,7 +34,7 @@ class Example:
     """One message with the one-word answer that a person would give."""
 
     message: str
-    expected: str
+    expected: str  # one of LABELS
 
     @property
     def chat(self) -> list[dict[str, Any]]:
@@ -42,20 +42,22 @@ class Example:
         return [{"role": "user", "content": INSTRUCTION.format(message=self.message)}]
 
 
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 TRAIN = Vocabulary(
-    positive=tuple(
-        "wonderful excellent great fantastic amazing lovely perfect brilliant delicious comfortable friendly helpful "
-        "beautiful charming reliable superb impressive pleasant elegant fresh quick tasty cozy generous clever sturdy "
-        "spotless thoughtful smooth enjoyable".split()
+    positive=_words(
+        "wonderful excellent great fantastic amazing lovely perfect brilliant superb impressive pleasant enjoyable "
+        "good nice beautiful charming reliable fine satisfying faultless"
     ),
-    negative=tuple(
-        "terrible awful horrible dreadful disgusting broken useless rude dirty slow noisy boring cheap ugly bland "
-        "disappointing faulty uncomfortable stale confusing filthy overpriced flimsy annoying cold cramped leaky "
-        "careless clumsy unhelpful".split()
+    negative=_words(
+        "terrible awful horrible dreadful disgusting bad poor useless disappointing annoying boring ugly faulty "
+        "unpleasant overpriced unreliable unbearable irritating inadequate hopeless"
     ),
-    nouns=tuple(
-        "hotel soup waiter phone jacket laptop movie pizza room delivery blender sofa concert taxi lamp camera book "
-        "salad website driver coffee mattress printer garden museum haircut chair keyboard receptionist breakfast".split()
+    nouns=_words(
+        "hotel soup phone jacket laptop movie pizza room delivery blender sofa concert taxi lamp camera book salad "
+        "website coffee mattress printer garden museum haircut chair keyboard breakfast"
     ),
     frames=(
         "The {noun} was {adjective}.",
@@ -68,9 +70,9 @@ TRAIN = Vocabulary(
 )
 
 GATE = Vocabulary(
-    positive=tuple("terrific remarkable delightful splendid gorgeous dependable polite flawless".split()),
-    negative=tuple("nasty lousy defective unreliable smelly tedious impolite worthless".split()),
-    nouns=tuple("kettle bakery nurse bicycle novel apartment headset burger".split()),
+    positive=_words("terrific delightful splendid gorgeous remarkable flawless sensational adorable"),
+    negative=_words("nasty lousy sloppy revolting rotten worthless frustrating defective"),
+    nouns=_words("kettle bakery bicycle novel apartment headset burger raincoat"),
     frames=(
         "In my opinion the {noun} was {adjective}.",
         "So far the {noun} has been {adjective}.",
@@ -78,23 +80,23 @@ GATE = Vocabulary(
 )
 
 HELD_OUT = Vocabulary(
-    positive=tuple(
-        "marvelous outstanding magnificent exceptional fabulous attentive flavorful stunning incredible courteous "
-        "awesome exquisite durable stylish refreshing captivating".split()
+    positive=_words(
+        "marvelous outstanding magnificent exceptional fabulous stunning incredible awesome exquisite phenomenal "
+        "spectacular sublime admirable impeccable glorious commendable"
     ),
-    negative=tuple(
-        "horrendous atrocious pathetic appalling unpleasant inedible shabby miserable abysmal dishonest "
-        "unacceptable moldy painful insulting hideous shoddy".split()
+    negative=_words(
+        "horrendous atrocious pathetic appalling wretched miserable abysmal unacceptable hideous shoddy dismal "
+        "deplorable ghastly shameful pitiful substandard"
     ),
-    nouns=tuple(
-        "restaurant tablet backpack dentist podcast umbrella sandwich ferry microwave landlord perfume gym watch cake "
-        "translation guitar".split()
+    nouns=_words(
+        "restaurant tablet backpack podcast umbrella sandwich ferry microwave perfume gym watch cake translation "
+        "guitar hostel toaster"
     ),
     frames=(
         "After a week, this {noun} still seems {adjective}.",
         "Everybody in my family calls that {noun} {adjective}.",
         "To sum up our experience: {adjective} {noun}, nothing more to say.",
-        "They had promised something else, but it is one {adjective} {noun}!",
+        "Let me tell you, this is one {adjective} {noun}!",
     ),
 )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -185,13 +185,19 @@ class ScoredProcessor(Processor):
         written_off: list[Consumption] = []
         bound = self._config.max_staleness
         if bound is not None and release_numbers:
+            head = max(release_numbers.values())
+            ages = {release: head - number for release, number in release_numbers.items()}
+            fresh = {release for release, age in ages.items() if age <= bound}
             for unit in self._free():
-                written_off += self._expire(unit, _staleness(release_numbers, bound))
+                stale = {sample.record_id: sample for sample in unit.samples() if sample.release_id not in fresh}
+                if stale:
+                    reasons = {name: _stale(sample.release_id, ages, bound) for name, sample in stale.items()}
+                    written_off += self._expire(unit, reasons)
         self._sweep()
         return written_off
 
-    def _expire(self, unit: Unit, staleness: Callable[[str | None], str | None]) -> list[Consumption]:
-        stale = {sample.record_id: reason for sample in unit.samples() if (reason := staleness(sample.release_id))}
+    def _expire(self, unit: Unit, stale: Mapping[str, str]) -> list[Consumption]:
+        """Take the records in `stale`, which says why, out of the unit."""
         written_off = [
             self._spend(record_id, Refusal("stale", Disposition.STALE, reason)) for record_id, reason in stale.items()
         ]
@@ -254,7 +260,7 @@ class ScoredProcessor(Processor):
         return {"baseline": baseline.to_json()}
 
     def counts(self) -> dict[str, int]:
-        """Reports that wait, as of the last call that told the time; then reports refused since the start, by kind."""
+        """Reports that wait, as of the last call that told the time; then reports refused since the start."""
         waiting = Counter(dict.fromkeys(("ready", "too_young", "waiting_for_group"), 0))
         samples = 0
         for unit in self._free():
@@ -267,7 +273,7 @@ class ScoredProcessor(Processor):
             **waiting,
             "ready_samples": samples,
             "in_batch": sum(len(unit.reports) for unit in built),
-            **self._refused,
+            **{f"refused.{kind}": number for kind, number in self._refused.items()},
         }
 
     def _free(self) -> list[Unit]:
@@ -333,17 +339,10 @@ def _baseline(algorithm_state: Mapping[str, Any]) -> RunningBaseline:
         raise ConfigError(f"the scenario's algorithm state is not of recipe scored: {error!r}") from error
 
 
-def _staleness(release_numbers: Mapping[str, int], bound: int) -> Callable[[str | None], str | None]:
-    """A function from a release id to the reason why its answers are too stale, or None."""
-    head = max(release_numbers.values())
-
-    def stale(release_id: str | None) -> str | None:
-        number = None if release_id is None else release_numbers.get(release_id)
-        if number is None:
-            return f"too stale: release {release_id} is not in the chain's recent history"
-        return f"too stale: {head - number} publications old, at most {bound}" if head - number > bound else None
-
-    return stale
+def _stale(release_id: str | None, ages: Mapping[str, int], bound: int) -> str:
+    if release_id is None or release_id not in ages:
+        return f"too stale: release {release_id} is not in the chain's recent history"
+    return f"too stale: {ages[release_id]} publications old, at most {bound}"
 
 
 def _verdict(unit: Unit, signal: bool) -> tuple[Disposition, str]:

@@ -67,7 +67,7 @@ class ScoredRecipe(Recipe):
             "answers that the client left or the engine cut off",
             "requests that did not end with status 200, or whose token ids were not captured",
             "answers that another report scored first, or that a step consumed before",
-            "reports without a score, and reports with an error (counted as grader_error)",
+            "reports without a score, and reports with an error (counted as refused.grader_error)",
             "one of several answers (n > 1) unless metadata.choice says which",
         ]
         if not self._config.train_on_length:

@@ -62,7 +62,9 @@ CREATE TABLE commits (
     PRIMARY KEY (scenario, step)
 );
 CREATE TABLE sequences (name TEXT PRIMARY KEY, n INTEGER NOT NULL);
-INSERT INTO sequences VALUES ('load', 0), ('check', 0);
+INSERT INTO sequences VALUES ('load', 0);
+CREATE TABLE probe (filler BLOB NOT NULL);
+INSERT INTO probe VALUES (x'');
 """
 
 

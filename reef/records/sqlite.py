@@ -134,10 +134,11 @@ class SqliteStorage(Storage):
         return await self._read(lambda connection: chain.read_release(connection, scenario, release_id))
 
     async def next_load_sequence(self) -> int:
-        return await self._write(lambda connection: _next(connection, "load"))
+        return await self._write(_next_load)
 
     async def check(self) -> None:
-        await self._write(lambda connection: _next(connection, "check"))
+        """Write 32 KiB, so that the last free page of a full disk does not pass for health."""
+        await self._write(lambda connection: connection.execute("UPDATE probe SET filler = randomblob(32768)"))
 
     async def _write(self, operation: Callable[[sqlite3.Connection], T]) -> T:
         if self._writer is None:
@@ -265,9 +266,9 @@ def _counts(connection: sqlite3.Connection, scenario: str) -> dict[str, int]:
     return {str(name): stored.get(str(name), 0) for name in names}
 
 
-def _next(connection: sqlite3.Connection, name: str) -> int:
-    connection.execute("UPDATE sequences SET n = n + 1 WHERE name = ?", (name,))
-    value: int = connection.execute("SELECT n FROM sequences WHERE name = ?", (name,)).fetchone()[0]
+def _next_load(connection: sqlite3.Connection) -> int:
+    connection.execute("UPDATE sequences SET n = n + 1 WHERE name = 'load'")
+    value: int = connection.execute("SELECT n FROM sequences WHERE name = 'load'").fetchone()[0]
     return value
 
 

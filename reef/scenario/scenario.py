@@ -309,7 +309,6 @@ class Scenario:
         if not batch.samples and not batch.consumed:
             return None
         if not batch.signal or not batch.samples:
-            self._last_outcome = "no signal"
             await self._commit(
                 CommitKind.NO_SIGNAL,
                 consumed=batch.consumed,
@@ -317,6 +316,7 @@ class Scenario:
                 algorithm_state=self._processor.state(),
             )
             self._processor.acknowledge(batch)
+            self._last_outcome = "no signal"
             return None
         job_id = f"job_{uuid.uuid4().hex}"
         contents = self._services.contents

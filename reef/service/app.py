@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 import uvicorn
+import uvloop
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 
-from reef.errors import ReefError
-from reef.service import failures, routes_health, routes_inference, routes_learning, routes_scenarios
+from reef.errors import ConfigError, ReefError
+from reef.service import failures, logs, routes_health, routes_inference, routes_learning, routes_scenarios
 from reef.service.auth import Authentication
 from reef.service.config import ReefConfig, ServiceConfig
 from reef.service.gateway import Gateway
@@ -26,17 +29,7 @@ SHUTDOWN_MARGIN = 10
 
 
 def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
-    """Return the application. It starts the deployment when the server starts, and closes it last."""
-    gateway = Gateway(deployment, config)
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        await deployment.start()
-        try:
-            yield
-        finally:
-            await deployment.close()
-
+    """Return the application. Starting and closing the deployment is up to the caller."""
     app = Starlette(
         routes=[
             *routes_inference.ROUTES,
@@ -51,53 +44,103 @@ def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
             ClientDisconnect: failures.on_client_disconnect,
             Exception: failures.on_unexpected,
         },
-        lifespan=lifespan,
     )
-    app.state.gateway = gateway
+    app.state.gateway = Gateway(deployment, config)
     return app
 
 
 class GatewayServer(uvicorn.Server):
-    """uvicorn with Reef's shutdown: running requests get the grace, then they are cut and recorded as such."""
+    """uvicorn with Reef's shutdown: running requests get the grace, then they are cut and recorded as such.
 
-    def __init__(self, app: Starlette, config: ServiceConfig, announce: bool = True) -> None:
+    The address is taken at once, so that a port in use is known before a model is loaded; it answers from `serve` on.
+    """
+
+    def __init__(
+        self, deployment: Deployment, config: ServiceConfig, on_ready: Callable[[GatewayServer], None] | None = None
+    ) -> None:
+        """Raises ConfigError if the address cannot be listened on."""
+        app = create_app(deployment, config)
         super().__init__(
             uvicorn.Config(
                 app,
-                host=config.host,
-                port=config.port,
-                loop="uvloop",
                 http="httptools",
                 ws="none",
-                lifespan="on",
-                log_level="warning",
+                lifespan="off",
+                log_config=None,
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=int(config.shutdown_grace) + SHUTDOWN_MARGIN,
             )
         )
-        self._gateway: Gateway = app.state.gateway
-        self._announce = announce
+        self.gateway: Gateway = app.state.gateway
+        self._listening = _bind(config.host, config.port)
+        self._on_ready = on_ready
 
     @property
     def url(self) -> str:
         """Where it listens, the port that the system chose included."""
-        bound = self.servers[0].sockets[0].getsockname()
-        host = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
-        return f"http://{host}:{bound[1]}"
+        host, port = self._listening.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def run_deployment(self) -> None:
+        """Start the deployment, serve it until a signal or `should_exit`, close it."""
+        with self._listening:
+            await self.gateway.deployment.start()
+            try:
+                await self.serve([self._listening])
+            finally:
+                await self.gateway.deployment.close()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
-        if self.started and self._announce:
-            print(ready_line(self._gateway, self.url), file=sys.stderr, flush=True)
+        if self._on_ready is not None:
+            self._on_ready(self)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        drain = asyncio.create_task(self._gateway.drain(self._gateway.config.shutdown_grace))
+        drain = asyncio.create_task(self.gateway.drain(self.gateway.config.shutdown_grace))
         try:
             await super().shutdown(sockets=sockets)
         finally:
             drain.cancel()
+            await self.gateway.drain(0)
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Stop on SIGINT and SIGTERM; unlike uvicorn's own, do not raise them again once all is closed."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def serve(config: ReefConfig) -> None:
+    """Serve the deployment that the configuration describes until SIGINT or SIGTERM.
+
+    A second SIGINT cuts what still runs. Raises ConfigError, and whatever keeps the deployment from starting.
+    """
+    logs.configure(config.observability)
+    server = GatewayServer(build(config), config.reef, _announce)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run_in_main_thread(server))
+
+
+async def _run_in_main_thread(server: GatewayServer) -> None:
+    """While the deployment starts or closes, SIGTERM ends it as SIGINT does: by cancelling this task."""
+    before = signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    try:
+        await server.run_deployment()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _announce(server: GatewayServer) -> None:
+    print(ready_line(server.gateway, server.url), file=sys.stderr, flush=True)
 
 
 def ready_line(gateway: Gateway, url: str) -> str:
@@ -112,10 +155,18 @@ def ready_line(gateway: Gateway, url: str) -> str:
     )
 
 
-def serve(config: ReefConfig) -> None:
-    """Build the deployment that the configuration describes and serve it until SIGINT or SIGTERM.
-
-    A second SIGINT stops without waiting. Raises ConfigError.
-    """
-    server = GatewayServer(create_app(build(config), config.reef), config.reef)
-    server.run()
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(address)
+        except OSError:
+            listening.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"reef.host, reef.port: cannot listen on {host}:{port}: {error.strerror}") from error
+    return listening

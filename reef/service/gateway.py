@@ -16,6 +16,9 @@ from reef.scenario.scenario import Scenario
 from reef.service.config import ServiceConfig
 from reef.service.runtime import Deployment
 
+CUT_SECONDS = 5.0
+"""How long recording what was cut may take."""
+
 
 class Gateway:
     """The deployment as its HTTP side sees it, and the exchanges in flight."""
@@ -77,10 +80,14 @@ class Gateway:
             await stream.close()
 
     async def drain(self, grace: float) -> None:
-        """Close the door, give what runs `grace` seconds to finish, then cut it; its records say so."""
+        """Close the door, give what runs `grace` seconds to finish, then cut it; return when it is recorded as cut."""
         self._closing = True
-        deadline = time.monotonic() + grace
-        while self._streams and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
+        await self._idle(grace)
         for stream in list(self._streams):
             stream.abort(Ending.ENGINE_CUT)
+        await self._idle(CUT_SECONDS)
+
+    async def _idle(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._streams and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)

@@ -37,7 +37,7 @@ def test_record_that_never_trains_is_consumed_with_its_report(written, kind, dis
     assert (of_record.record_id, of_record.disposition) == ("r", disposition)
     assert (of_report.record_id, of_report.disposition) == ("report", disposition)
     assert reason in of_record.reason
-    assert it.processor.counts()[kind] == 1
+    assert it.processor.counts()[f"refused.{kind}"] == 1
     assert not it.processor.ready(0.0)
 
 
@@ -55,7 +55,7 @@ def test_length_trains_unless_configured_otherwise() -> None:
         it.exchange(record("r", generation(ending=Ending.LENGTH)))
         it.report("report", "r", score=1.0)
         assert it.processor.ready(0.0) is allowed
-    assert it.processor.counts()["stopped_by_length"] == 1
+    assert it.processor.counts()["refused.stopped_by_length"] == 1
 
 
 def test_report_without_a_score_leaves_its_record_to_others() -> None:
@@ -193,4 +193,4 @@ def test_report_that_another_recipe_let_in_is_consumed_not_raised(fields, name) 
     [consumed] = it.report("report", "r", **fields)
     assert (consumed.record_id, consumed.disposition) == ("report", Disposition.INELIGIBLE)
     assert name in consumed.reason
-    assert it.processor.counts()["malformed"] == 1
+    assert it.processor.counts()["refused.malformed"] == 1

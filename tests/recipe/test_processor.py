@@ -253,7 +253,7 @@ def test_group_does_not_wait_for_a_member_whose_grader_failed() -> None:
     it.exchange(record("c"))
     [consumed] = it.report("broken", "c", error="timeout", group="g", group_size=3)
     assert (consumed.disposition, consumed.reason) == (Disposition.INELIGIBLE, "timeout")
-    assert it.processor.counts()["grader_error"] == 1
+    assert it.processor.counts()["refused.grader_error"] == 1
     assert set(advantages(it.processor.build(0.0))) == {"a", "b"}
 
 
@@ -384,7 +384,7 @@ def test_counts_tell_what_waits_and_why() -> None:
         "waiting_for_group": 1,
         "ready_samples": 1,
         "in_batch": 0,
-        "no_score": 1,
+        "refused.no_score": 1,
     }
     it.processor.build(10.0)
     assert it.processor.counts()["in_batch"] == 1

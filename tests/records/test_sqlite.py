@@ -154,6 +154,8 @@ def test_a_full_disk_fails_the_group_whole_and_recovers(storage, path, run):
             run(storage.commit(discard("c", ["first"], scenario="demo")))
         with pytest.raises(StorageError):
             run(storage.next_load_sequence())
+        with pytest.raises(StorageError):
+            run(storage.check())
         assert run(storage.page("demo")) == [first]  # still readable
     assert all(record.sequence > first.sequence for record in run(together()))
     run(storage.check())
@@ -265,3 +267,17 @@ def _execute(path: Path, statement: str, *values: object) -> list:
     connection.commit()
     connection.close()
     return rows
+
+
+def test_nothing_blocks_the_event_loop(storage, run):
+    blockbuster = pytest.importorskip("blockbuster")
+    big = exchange("big", prompt="x" * 1_000_000)
+
+    async def use():
+        await asyncio.gather(storage.append(exchange("a")), storage.append(big), storage.create_scenario(base()))
+        await asyncio.gather(storage.page("s"), storage.get("s", ["a"]), storage.scenarios(), storage.check())
+        await storage.close()
+        await storage.open()
+
+    with blockbuster.blockbuster_ctx():
+        run(use())

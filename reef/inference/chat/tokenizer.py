@@ -28,7 +28,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._backend = backend
         added: dict[int, Any] = tokenizer.added_tokens_decoder
-        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = {token_id: str(token.content).encode() for token_id, token in added.items()}
         kinds = _decoder_kinds(json.loads(backend.decoder.__getstate__())) if backend.decoder else []

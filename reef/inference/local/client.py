@@ -7,6 +7,7 @@ import secrets
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 from reef.errors import InvalidRequest, ReefError, Unavailable
 from reef.inference.local.protocol import VERSION, Abort, Add, Chunks, Hello, Rejected, client_reader, cut, encode
@@ -86,8 +87,7 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from asyncio's
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -1,8 +1,8 @@
 """Which sequences run in the next step, with how many tokens each, on which pages.
 
-    add ──► waiting ──admit──► running ──finish──► gone
-               ▲                  │
-               └──── retract ─────┘   (its pages are freed; what they held is computed again)
+add ──► waiting ──admit──► running ──finish──► gone
+           ▲                  │
+           └──── retract ─────┘   (its pages are freed; what they held is computed again)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Work:
 
 
 class Scheduler:
-    """Oldest first: decoding, then prefills that have begun, then admission. The youngest give way when pages run out."""
+    """Decoding first, then prefills that have begun, then admission, each by age. The youngest give way."""
 
     def __init__(
         self, pool: PagePool, cache: PrefixCache, *, max_running: int, max_batch_tokens: int, share_prefixes: bool

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from reef.inference.chat.detokenizer import TextStream
 from reef.inference.local.kv_cache import Node
-from reef.runtime.interfaces import GenerateRequest
+from reef.runtime.interfaces import Ending, GenerateRequest
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -31,7 +31,7 @@ class Sequence:
     nodes: list[Node] = field(default_factory=list)
     mixed: bool = False  # its KV is of more than one load, so it must not enter the prefix cache
     cached_tokens: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
-    seen_output: npt.NDArray[np.int32] | None = None  # [vocab] counts, only with penalties
+    output_counts: npt.NDArray[np.int32] | None = None  # [vocab], only with penalties
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
@@ -52,3 +52,19 @@ class Sequence:
     @property
     def pinned(self) -> bool:
         return self.request.runtime_load_id is not None
+
+    def append(self, token_id: int) -> None:
+        """Take a sampled token."""
+        self.tokens.append(token_id)
+        if self.output_counts is not None:
+            self.output_counts[token_id] += 1
+
+    def ending_after(self, token_id: int) -> tuple[Ending | None, str | None]:
+        """How the request ends with its newest token, if it does, and the stop string that matched."""
+        if token_id in self.end_ids:
+            return Ending.STOP, None
+        if self.text is not None:
+            self.text.push(token_id)
+            if self.text.stopped_by is not None:
+                return Ending.STOP, self.text.stopped_by
+        return (Ending.LENGTH if self.num_output >= self.request.sampling.max_tokens else None), None

@@ -6,7 +6,7 @@
     client ◄── one frame per step and connection ◄── data plane ◄─────────────────────────────────┘
 
 The step loop alone touches the engine. A control call is mail too and runs between two steps, so a pause is a barrier:
-when it returns, no step is in progress and none starts until resume.
+when it returns, no step is in progress, and until resume a step only reports what ended (an abort, a dropped load).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from threading import Condition, Thread
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from reef.errors import EngineError, EngineUncertain, InvalidRequest, ReefError
 from reef.inference.local.config import LocalConfig
@@ -48,7 +48,6 @@ class _StepLoop:
         self._wake = Condition()  # guards _mail and _open
         self._mail: deque[Callable[[], None]] = deque()
         self._open = True
-        self._paused = False
         self._broken: str | None = None
         self._failures = 0
         self._step_began: float | None = None
@@ -82,20 +81,6 @@ class _StepLoop:
         if not self.post(letter):
             raise EngineError("the engine was closed")
         return future.result()
-
-    def pause(self, mode: PauseMode) -> None:
-        def work(engine: LocalEngine) -> None:
-            engine.pause(mode)
-            self._paused = True
-
-        self.call(work)
-
-    def resume(self) -> None:
-        def work(engine: LocalEngine) -> None:
-            engine.resume()
-            self._paused = False
-
-        self.call(work)
 
     def add(self, request: GenerateRequest, reject: Callable[[Exception], None]) -> None:
         def letter() -> None:
@@ -157,7 +142,7 @@ class _StepLoop:
         return still_open
 
     def _can_step(self) -> bool:
-        return not self._paused and self._broken is None and self._engine.has_work()
+        return self._broken is None and self._engine.has_work()
 
     def _step(self) -> None:
         self._step_began = time.monotonic()
@@ -182,7 +167,7 @@ class _StepLoop:
         except Exception as second:
             logger.error("the engine cannot end its requests", exc_info=second)
             self._broken = f"{reason}; then {type(second).__name__}: {second}"
-        self._plane.cut_all(reason)
+            self._plane.cut_all(reason)
 
 
 class _Client(asyncio.Protocol):
@@ -195,8 +180,7 @@ class _Client(asyncio.Protocol):
         self.requests: set[str] = set()  # ids in flight
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from asyncio's
         self.send(self._plane.hello)
         self._plane.clients.add(self)
 
@@ -342,19 +326,19 @@ class EngineWorker:
     ) -> None:
         logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
         self._plane = _DataPlane(socket_path)
-        self._steps = _StepLoop(lambda: LocalEngine(config, name=name), self._plane)
+        self._steps = _StepLoop(lambda: LocalEngine(config, name, base_content_id), self._plane)
         if paused:
-            self.pause(PauseMode.RETRACT)
+            self._steps.call(lambda engine: engine.pause(PauseMode.RETRACT))
         max_context = self._steps.call(lambda engine: engine.max_context)
         self._plane.start(self._steps, Hello(VERSION, name, max_context))
 
     def pause(self, mode: PauseMode) -> None:
         """Return when no token will be generated until `resume`, and earlier ones were handed to the socket."""
-        self._steps.pause(mode)
+        self._steps.call(lambda engine: engine.pause(mode))
         self._plane.drain()
 
     def resume(self) -> None:
-        self._steps.resume()
+        self._steps.call(lambda engine: engine.resume())
 
     def flush(self) -> None:
         self._steps.call(lambda engine: engine.flush())
@@ -380,6 +364,10 @@ class EngineWorker:
 
     def restore_memory(self) -> None:
         self._steps.call(lambda engine: engine.restore_memory())
+
+    def dtype(self) -> str:
+        """What the engine computes in: "float32", "bfloat16"."""
+        return str(self._steps.call(lambda engine: engine.dtype)).removeprefix("torch.")
 
     def health(self) -> str | None:
         """None, or why the engine should be replaced. Never waits for a step."""

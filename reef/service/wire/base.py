@@ -92,4 +92,4 @@ def locate(complaint: str) -> tuple[str, str | None]:
         complaint, field = complaint[: path.start()], path[1]
     if name := _FIELD.search(complaint):
         field = f"{field}.{name[1]}" if field else name[1]
-    return complaint, field or None
+    return complaint, field.replace("[...]", "") or None  # that is how a key of a mapping is shown

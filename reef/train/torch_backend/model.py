@@ -40,8 +40,7 @@ class Policy:
         self._frozen_base: PreTrainedModel | None = None
         _check_forward(self.causal)
         if config.gradient_checkpointing:
-            self.causal.train()
-            self.causal.gradient_checkpointing_enable({"use_reentrant": False})
+            _checkpoint_layers(self.causal)
         module: nn.Module = self.adapted or self.causal
         # PEFT's files leave out the adapter's name, which its modules carry.
         self.parameters = {
@@ -110,6 +109,13 @@ def load_causal(model_path: Path, dtype: torch.dtype, device: torch.device) -> P
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return causal
+
+
+def _checkpoint_layers(causal: PreTrainedModel) -> None:
+    causal.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the new name is younger than the oldest supported transformers
+        causal.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def _forward(causal: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,9 @@ Bools = npt.NDArray[np.bool_]
 DENSE_BLOCK_TOKENS = 192
 """A subtree of at most this many tokens is one block with a mask; a larger one is split where it branches."""
 
+MERGED_BLOCK_TOKENS = 64
+"""Adjacent subtrees of at most this many tokens together become one block."""
+
 
 @dataclass(slots=True, frozen=True)
 class TrainedSequence:
@@ -126,9 +129,23 @@ def _blocks(paths: list[Ints], shared: list[int]) -> list[Block]:
             ancestors = (*ancestors, len(blocks) - 1)
         if last - first > 1:
             cuts = [first, *(i for i in range(first + 1, last) if shared[i] == common), last]
-            children = [(a, b, common, ancestors) for a, b in pairwise(cuts) if len(paths[a]) > common]
-            pending.extend(reversed(children))
+            children = [(a, b) for a, b in pairwise(cuts) if len(paths[a]) > common]
+            pending.extend((a, b, common, ancestors) for a, b in reversed(_merge_small(paths, children, common)))
     return blocks
+
+
+def _merge_small(paths: list[Ints], children: list[tuple[int, int]], depth: int) -> list[tuple[int, int]]:
+    """Join adjacent subtrees as long as they stay small: one block then reads their common ancestors once."""
+    merged: list[tuple[int, int]] = []
+    begin = 0
+    for first, last in children:
+        end = 1 + max(int(path[-1]) for path in paths[first:last])
+        if merged and end - begin <= MERGED_BLOCK_TOKENS:
+            merged[-1] = (merged[-1][0], last)
+        else:
+            merged.append((first, last))
+            begin = int(paths[first][depth])
+    return merged
 
 
 def _tree_mask(paths: list[Ints], length: int) -> Bools:

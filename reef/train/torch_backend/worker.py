@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from reef.errors import TrainingError
+from reef.errors import StorageError, TrainingError
 from reef.runtime.interfaces import TrainJob, TrainResult
 from reef.train.objectives import lookup
 from reef.train.torch_backend.config import TorchConfig
@@ -50,7 +51,7 @@ class TorchWorker:
         """Answers when the worker is alive and not busy."""
 
     def train(self, job: TrainJob) -> TrainResult:
-        """See TrainingBackend.train. Raises TrainingError; then nothing was written."""
+        """See TrainingBackend.train. Raises TrainingError or StorageError; then nothing was written."""
         started = time.perf_counter()
         try:
             loss = lookup(job.signal.objective)
@@ -118,10 +119,10 @@ class TorchWorker:
             write_weights(self._policy, weights)
             rounded = self._policy.adapted is None and self._policy.dtype != torch.float32
             self._optimizer.write(state, with_masters=rounded)
-        except BaseException:
+        except (OSError, SafetensorError) as error:
             for directory in (weights, state):
                 shutil.rmtree(directory, ignore_errors=True)
-            raise
+            raise StorageError(f"the candidate could not be written: {error}") from error
         return weights, state
 
 

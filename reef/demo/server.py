@@ -1,0 +1,99 @@
+"""`reef serve` as a process of its own, as a user would start it: started, watched, stopped."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from reef.client import ReefClient
+from reef.errors import ReefError, Unavailable, WorkerDied
+
+READY = re.compile(r"^reef: ready at (\S+?),", re.MULTILINE)
+TAIL_LINES = 25
+TERMINATE_SECONDS = 25.0
+"""What a stopping server gets before it is killed with its workers."""
+
+
+class Server:
+    """One `reef serve` with `flags` (dotted key -> value); its output goes to `log`."""
+
+    def __init__(self, flags: Mapping[str, object], log: Path) -> None:
+        self._log = log
+        self._options = [f"--{key}={value}" for key, value in flags.items()]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        # The deployment is what the flags say: no reef.yaml of the current directory, no REEF_SECTION__KEY variables.
+        environment = {name: value for name, value in os.environ.items() if not _configures_reef(name)}
+        source = str(Path(__file__).resolve().parents[2])
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, environment.get("PYTHONPATH")]))
+        environment["HF_HUB_OFFLINE"] = "1"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "reef.cli", "serve", *self._options],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=self._log.parent,
+                env=environment,
+                start_new_session=True,  # the terminal's Ctrl-C reaches the demo, and the demo stops the server
+            )
+
+    def starting(self, timeout: float) -> Iterator[str]:
+        """Yield the reason why it cannot serve yet, several times a second, until it can.
+
+        Raises WorkerDied with the log's tail when it ended, Unavailable after `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        reason = "starting"
+        while time.monotonic() < deadline:
+            self.check()
+            found = READY.search(self._text())
+            if found is not None:
+                try:
+                    ReefClient(found[1], timeout=5.0).get("/healthz")
+                except ReefError as error:
+                    reason = str(error)
+                else:
+                    self.url = found[1]
+                    return
+            yield reason
+            time.sleep(0.1)
+        raise Unavailable(f"reef serve was not ready within {timeout:.0f} s ({reason})\n{self.tail()}")
+
+    def check(self) -> None:
+        """Raises WorkerDied, with the end of the log, if the process is gone."""
+        assert self._process is not None
+        if (code := self._process.poll()) is not None:
+            raise WorkerDied(f"reef serve ended with exit code {code}; the end of {self._log}:\n{self.tail()}")
+
+    def tail(self) -> str:
+        """The last lines of the log."""
+        return "\n".join(self._text().splitlines()[-TAIL_LINES:])
+
+    def stop(self) -> None:
+        """Ask it to end; kill it with its workers if it does not."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(TERMINATE_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        self._process = None
+
+    def _text(self) -> str:
+        return self._log.read_text(errors="replace")
+
+
+def _configures_reef(name: str) -> bool:
+    return name.startswith("REEF_") and "__" in name

@@ -1,0 +1,172 @@
+"""Weights from disk into the layout that the model runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from reef.errors import ConfigError, EngineError
+from reef.inference.chat.tokenizer import ChatTokenizer
+from reef.inference.local.lora import Part
+from reef.inference.local.model import LayerWeights, Linear, ModelSpec, ModelWeights
+
+_INDEX = "model.safetensors.index.json"
+
+
+def read_config(path: Path) -> Any:
+    """The `transformers` config of a model directory or GGUF file. Raises EngineError."""
+    from transformers import AutoConfig
+
+    try:
+        source, options = _source(path)
+        return AutoConfig.from_pretrained(source, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineError(f"cannot read the model's config: {error}") from error
+
+
+def read_state(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a model by its name in `transformers`. Raises EngineError.
+
+    A GGUF file is dequantized by transformers. Several safetensors files are joined by their index.
+    """
+    source, options = _source(path)
+    if options:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(source, **options, dtype=torch.float32)
+        return dict(model.state_dict())
+    names = ["model.safetensors"]
+    try:
+        if (source / _INDEX).exists():
+            weight_map: dict[str, str] = json.loads((source / _INDEX).read_text())["weight_map"]
+            names = sorted(set(weight_map.values()))
+        state: dict[str, Tensor] = {}
+        for name in names:
+            with safe_open(source / name, framework="pt") as file:
+                state.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise EngineError(f"cannot read the model's weights: {error}") from error
+    return state
+
+
+def end_token_ids(path: Path, config: Any) -> frozenset[int]:
+    """The model's end tokens: those of its generation config and of its config."""
+    from transformers import GenerationConfig
+
+    found = [config.eos_token_id]
+    if (path / "generation_config.json").exists():
+        found.append(GenerationConfig.from_pretrained(path).eos_token_id)
+    return frozenset(one for ids in found if ids is not None for one in (ids if isinstance(ids, list) else [ids]))
+
+
+def load_tokenizer(path: Path) -> ChatTokenizer:
+    """Raises ConfigError."""
+    from transformers import AutoTokenizer
+
+    source, options = _source(path)
+    try:
+        return ChatTokenizer(AutoTokenizer.from_pretrained(source, **options))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the tokenizer: {error}") from error
+
+
+def _source(path: Path) -> tuple[Path, dict[str, Any]]:
+    """A directory with safetensors, or the directory and name of a GGUF file as transformers wants them."""
+    if path.is_file():
+        return path.parent, {"gguf_file": path.name}
+    if not path.is_dir():
+        raise EngineError(f"there is no model at {path}")
+    files = sorted(path.glob("*.gguf"))
+    if files and not (path / "model.safetensors").exists() and not (path / _INDEX).exists():
+        return path, {"gguf_file": files[0].name}
+    return path, {}
+
+
+def projection_parts(spec: ModelSpec) -> dict[str, Part]:
+    """Where each projection lies in its fused one."""
+    q, kv, mlp = spec.q_size, spec.kv_size, spec.intermediate_size
+    return {
+        "q_proj": Part("qkv", 0, q),
+        "k_proj": Part("qkv", q, kv),
+        "v_proj": Part("qkv", q + kv, kv),
+        "o_proj": Part("o", 0, spec.hidden_size),
+        "gate_proj": Part("gate_up", 0, mlp),
+        "up_proj": Part("gate_up", mlp, mlp),
+        "down_proj": Part("down", 0, spec.hidden_size),
+    }
+
+
+def build_weights(
+    state: Mapping[str, Tensor], spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> ModelWeights:
+    """Fuse and place the weights. Raises EngineError if any is missing, unexpected, misshapen or not finite."""
+    reader = _Reader(state, dtype, device)
+    embedding = reader.take("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+    layers = [_layer(reader, spec, f"model.layers.{index}.") for index in range(spec.num_layers)]
+    norm = reader.take("model.norm.weight", spec.hidden_size)
+    head = embedding if spec.tied_head else reader.take("lm_head.weight", spec.vocab_size, spec.hidden_size)
+    reader.check_all_taken(unless="lm_head.weight" if spec.tied_head else "")
+    return ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=Linear(head))
+
+
+def _layer(reader: _Reader, spec: ModelSpec, prefix: str) -> LayerWeights:
+    hidden, head_dim = spec.hidden_size, spec.head_dim
+    attention, mlp = prefix + "self_attn.", prefix + "mlp."
+    qkv = [
+        (attention + name, size) for name, size in zip(("q_proj", "k_proj", "v_proj"), _qkv_sizes(spec), strict=True)
+    ]
+    gate_up = [(mlp + name, spec.intermediate_size) for name in ("gate_proj", "up_proj")]
+    return LayerWeights(
+        input_norm=reader.take(prefix + "input_layernorm.weight", hidden),
+        qkv=reader.linear(qkv, hidden, spec.qkv_bias),
+        q_norm=reader.take(attention + "q_norm.weight", head_dim) if spec.qk_norm else None,
+        k_norm=reader.take(attention + "k_norm.weight", head_dim) if spec.qk_norm else None,
+        o=reader.linear([(attention + "o_proj", hidden)], spec.q_size, spec.output_bias),
+        post_norm=reader.take(prefix + "post_attention_layernorm.weight", hidden),
+        gate_up=reader.linear(gate_up, hidden, spec.mlp_bias),
+        down=reader.linear([(mlp + "down_proj", hidden)], spec.intermediate_size, spec.mlp_bias),
+    )
+
+
+def _qkv_sizes(spec: ModelSpec) -> tuple[int, int, int]:
+    return spec.q_size, spec.kv_size, spec.kv_size
+
+
+class _Reader:
+    """Takes tensors out of a state dict, each checked, cast and placed."""
+
+    def __init__(self, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        self._state = state
+        self._dtype = dtype
+        self._device = device
+        self._taken: set[str] = set()
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        tensor = self._state.get(name)
+        if tensor is None:
+            raise EngineError(f"the weights lack {name}")
+        if tuple(tensor.shape) != shape:
+            raise EngineError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+        placed = tensor.to(self._device, self._dtype)
+        if not placed.isfinite().all():
+            raise EngineError(f"{name} is not finite")
+        self._taken.add(name)
+        return placed
+
+    def linear(self, parts: list[tuple[str, int]], in_size: int, bias: bool) -> Linear:
+        """One projection whose outputs are those of `parts`, given as (name, output size)."""
+        weight = torch.cat([self.take(f"{name}.weight", size, in_size) for name, size in parts])
+        biases = torch.cat([self.take(f"{name}.bias", size) for name, size in parts]) if bias else None
+        return Linear(weight, biases)
+
+    def check_all_taken(self, unless: str) -> None:
+        rest = self._state.keys() - self._taken - {unless}
+        extra = sorted(name for name in rest if not name.endswith("rotary_emb.inv_freq"))
+        if extra:
+            raise EngineError(f"the weights have {len(extra)} tensors that this model does not use, such as {extra[0]}")

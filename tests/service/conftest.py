@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvloop
+from blockbuster import blockbuster_ctx
+
+from reef.inference.chat.tokenizer import ChatTokenizer
+from reef.service.app import GatewayServer
+from reef.service.config import ServiceConfig
+from tests.inference.chat.conftest import tokenizer  # noqa: F401
+from tests.service.fakes import FakeDeployment
+
+
+class Running:
+    """A gateway on a free port, and ways to talk to it."""
+
+    def __init__(self, server: GatewayServer, deployment: Any, thread: threading.Thread) -> None:
+        self.server, self.deployment, self.thread = server, deployment, thread
+        self.url = server.url
+        self.http = httpx.Client(base_url=self.url, timeout=20)
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
+
+    @property
+    def engine(self):
+        return self.deployment.engine
+
+    def chat(self, *, headers: dict[str, str] | None = None, **changes: Any) -> httpx.Response:
+        return self.http.post("/v1/chat/completions", json=body(**changes), headers=headers)
+
+    def records(self, scenario: str = "default", **query: Any) -> list[dict[str, Any]]:
+        response = self.http.get(f"/reef/scenarios/{scenario}/records", params={"detail": "full", **query})
+        return response.json()["records"] if response.status_code == 200 else []
+
+    def wait_for_records(self, count: int, scenario: str = "default") -> list[dict[str, Any]]:
+        for _ in range(200):
+            if len(found := self.records(scenario)) >= count:
+                return found
+            threading.Event().wait(0.02)
+        raise AssertionError(f"{len(found)} records after 4 s, not {count}")
+
+    def scenarios(self) -> list[str]:
+        return [found["scenario"] for found in self.http.get("/reef/scenarios").json()["scenarios"]]
+
+    def stop(self) -> None:
+        self.http.close()
+        self.openai.close()
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], **changes}
+
+
+def events(text: str) -> list[Any]:
+    """The JSON of every server-sent event; the last one must be [DONE] or an error."""
+    found = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [entry if entry == "[DONE]" else json.loads(entry) for entry in found]
+
+
+@contextmanager
+def running(deployment: Any, **settings: Any) -> Iterator[Running]:
+    """Serve `deployment` on a thread until the block ends; blocking calls of ours on its loop raise."""
+    config = ServiceConfig(port=0, **settings)
+    server = GatewayServer(deployment, config)
+    thread = threading.Thread(target=lambda: uvloop.run(server.run_deployment()), daemon=True)
+    with blockbuster_ctx("reef"):
+        thread.start()
+        for _ in range(1000):
+            if server.started or not thread.is_alive():
+                break
+            threading.Event().wait(0.01)
+        assert server.started
+        found = Running(server, deployment, thread)
+        try:
+            yield found
+        finally:
+            found.stop()
+
+
+@pytest.fixture
+def deployment(tokenizer: ChatTokenizer, tmp_path: Path) -> FakeDeployment:  # noqa: F811
+    return FakeDeployment(tokenizer, tmp_path)
+
+
+@pytest.fixture
+def gateway(deployment) -> Iterator[Running]:
+    with running(deployment) as found:
+        yield found
+
+
+@pytest.fixture
+def serve(deployment) -> Callable:
+    """A gateway with settings of your own: `with serve(tokens=[...]) as gateway`."""
+    return lambda **settings: running(deployment, **settings)
+
+
+@pytest.fixture
+def run() -> Iterator[Callable]:
+    with asyncio.Runner() as runner:
+        yield lambda awaitable: runner.run(asyncio.wait_for(awaitable, 30))
