@@ -248,14 +248,16 @@ def _from_file(path: Path) -> dict[str, Setting]:
         with path.open("rb") as stream:
             loader = _Loader(stream)
             root = loader.get_single_node()
-            _refuse_duplicates(root, path, set())
+            _refuse_duplicates(root, path, (), set())
             document = None if root is None else loader.construct_document(root)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise ConfigError(f"{path}:{line}: {error.problem}") from error
-    except yaml.YAMLError as error:
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a scalar such as 2024-13-45
         raise ConfigError(f"{path} is not YAML: {error}") from error
     settings: dict[str, Setting] = {}
     nodes = {key.value: value for key, value in root.value} if isinstance(root, yaml.MappingNode) else {}
@@ -282,13 +284,17 @@ def _children(node: yaml.Node | None, content: Any, path: Path, what: str) -> li
     return [(str(name), value, lines.get(str(name), node.start_mark.line + 1)) for name, value in content.items()]
 
 
-def _refuse_duplicates(node: yaml.Node | None, path: Path, seen: set[int]) -> None:
-    if id(node) in seen:  # an alias
+def _refuse_duplicates(node: yaml.Node | None, path: Path, within: tuple[int, ...], seen: set[int]) -> None:
+    """Raises ConfigError for a key given twice, and for a value that an alias puts inside itself."""
+    if id(node) in within:
+        raise ConfigError(f"{path}:{node.start_mark.line + 1 if node else 1}: a value contains itself")
+    if id(node) in seen:
         return
     seen.add(id(node))
+    within = (*within, id(node))
     if isinstance(node, yaml.SequenceNode):
         for child in node.value:
-            _refuse_duplicates(child, path, seen)
+            _refuse_duplicates(child, path, within, seen)
     if isinstance(node, yaml.MappingNode):
         first: dict[str, int] = {}
         for key, value in node.value:
@@ -296,7 +302,7 @@ def _refuse_duplicates(node: yaml.Node | None, path: Path, seen: set[int]) -> No
             if isinstance(key, yaml.ScalarNode) and key.value in first:
                 raise ConfigError(f"{path}:{line}: {key.value} is given twice, first in line {first[key.value]}")
             first[str(key.value)] = line
-            _refuse_duplicates(value, path, seen)
+            _refuse_duplicates(value, path, within, seen)
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Setting]:

@@ -6,8 +6,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A busy machine is slow, and that is no failure of a property.
+settings.register_profile("reef", deadline=None)
+settings.load_profile("reef")
 
 
 OPTIONAL = (

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from runpy import run_path
 
 import msgspec
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from reef.config import SECTIONS, Key, Resolved, known_keys, nearest_key, resolve, section_keys
 from reef.errors import ConfigError
@@ -186,9 +189,10 @@ def test_a_wrong_choice_lists_the_choices() -> None:
     assert "none | torch" in message and "'jax'" in message
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
 def test_numbers_are_finite(value: str) -> None:
-    assert "score-min" in refusal(flags=MODEL | {"recipe.score-min": value})
+    message = refusal(flags=LEARNS | {"training.learning-rate": value})
+    assert message.startswith("training.learning-rate must be") and "flag --training.learning-rate" in message
 
 
 def test_a_wrong_type_in_the_file_names_the_line(tmp_path: Path) -> None:
@@ -232,9 +236,13 @@ def test_a_wrong_secret_is_not_shown() -> None:
         ("reef: [}\n", "deployment.yaml:1:"),
         ("reef: {}\n---\nreef: {}\n", "deployment.yaml:2:"),
         ("reef: {port: !!python/name:os.system }\n", "deployment.yaml:1:"),
-        ("&a [*a]\n", "must be a mapping"),
+        ("&a [*a]\n", "contains itself"),
         ("? [a]\n: b\n", "deployment.yaml:1:"),
         ("a: \x00\n", "is not YAML"),
+        ("reef: {port: 2024-13-45}\n", "is not YAML"),
+        ("reef: {port: !!int x}\n", "is not YAML"),
+        ("[" * 5000, "nested too deeply"),
+        ("recipe:\n  options: &a\n    again: *a\n", "contains itself"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_line(tmp_path: Path, text: str, part: str) -> None:
@@ -249,6 +257,28 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "# nothing\n", "reef:\n", "{}\n"])
 def test_an_empty_file_or_section_is_fine(tmp_path: Path, text: str) -> None:
     assert from_file(tmp_path, text, flags=MODEL).config.reef.port == 8900
+
+
+@given(text=st.text(max_size=60), dotted=st.sampled_from(sorted(known_keys())))
+def test_any_flag_text_is_a_value_or_a_refusal(text: str, dotted: str) -> None:
+    with suppress(ConfigError):
+        resolve(flags=MODEL | {dotted: text})
+
+
+DOCUMENTS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.dates(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(value=DOCUMENTS, dotted=st.sampled_from(sorted(known_keys())))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_file_value_is_a_value_or_a_refusal(value: object, dotted: str, tmp_path: Path) -> None:
+    key = known_keys()[dotted]
+    with suppress(ConfigError):
+        resolved = from_file(tmp_path, yaml.safe_dump({key.section: {key.name: value}}), flags=MODEL)
+        assert from_file(tmp_path, resolved.to_yaml()).config == resolved.config or key.secret
 
 
 # ---------------------------------------------------------------------------------------------- backends, sections

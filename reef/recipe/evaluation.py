@@ -75,7 +75,7 @@ class HeldOutEvaluator(Evaluator):
     def decide(self, candidate: Candidate, evaluation: Evaluation) -> Decision:
         scores = evaluation.scores
         difference, margin = scores["difference"], self._config.margin
-        # The tolerance forgives rounding: 0.8 - 0.9 is a little less than -0.1.
+        # The tolerance forgives rounding: 0.7 - 0.8 is a little less than -0.1.
         selected = difference >= -margin - 1e-9
         error = scores["paired_standard_error"]
         spread = "" if error is None else f" ± {error:.4f}"

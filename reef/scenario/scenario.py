@@ -268,11 +268,7 @@ class Scenario:
             records = {key: record for key, record in found.items() if isinstance(record, InferenceRecord)}
             discarded: list[Consumption] = []
             for report in reports:
-                if report.references and all(receipt in consumed for receipt in report.references):
-                    reason = "its records are consumed already"
-                    discarded.append(Consumption(report.record_id, Disposition.INELIGIBLE, reason))
-                else:
-                    discarded += self._processor.ingest(report, records)
+                discarded += self._processor.ingest(report, records, consumed)
             self._cursor = reports[-1].sequence
             await self._discard(discarded)
 
@@ -299,8 +295,9 @@ class Scenario:
             # The fault lies with this step, so repeating it cannot help: write it off and go on serving.
             await self._write_off(flight, str(error))
         self._in_flight = None
-        if flight.batch is not None and self._processor is not None:
-            self._processor.acknowledge(flight.batch)
+        if self._processor is not None:
+            recovered = flight.candidate.consumed if flight.candidate is not None else []
+            self._processor.acknowledge(flight.batch or Batch(samples=[], consumed=recovered, metrics={}))
 
     async def _begin(self) -> InFlight | None:
         assert self._processor is not None
@@ -442,6 +439,7 @@ class Scenario:
                 for item in consumed
             ],
             metrics=metrics,
+            algorithm_state=candidate.algorithm_state if candidate else job.algorithm_state if job else None,
         )
         self._last_outcome = f"rejected: {reason}"
 

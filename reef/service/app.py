@@ -24,8 +24,10 @@ from reef.service.config import ReefConfig, ServiceConfig
 from reef.service.gateway import Gateway
 from reef.service.runtime import Deployment, build
 
-SHUTDOWN_MARGIN = 10
-"""Seconds beyond the grace in which cut requests are recorded and answered."""
+ABORT_SECONDS = 5.0
+"""Seconds beyond the grace after which connections are dropped whose clients do not read or whose calls still run."""
+CANCEL_SECONDS = 10
+"""Seconds beyond the grace after which uvicorn cancels what is still running; by then nothing should be."""
 
 
 def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
@@ -68,9 +70,10 @@ class GatewayServer(uvicorn.Server):
                 lifespan="off",
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,
                 server_header=False,
                 timeout_keep_alive=75,
-                timeout_graceful_shutdown=int(config.shutdown_grace) + SHUTDOWN_MARGIN,
+                timeout_graceful_shutdown=int(config.shutdown_grace) + CANCEL_SECONDS,
             )
         )
         self.gateway: Gateway = app.state.gateway
@@ -98,12 +101,20 @@ class GatewayServer(uvicorn.Server):
             self._on_ready(self)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        drain = asyncio.create_task(self.gateway.drain(self.gateway.config.shutdown_grace))
+        drain = asyncio.create_task(self._drain())
         try:
             await super().shutdown(sockets=sockets)
         finally:
             drain.cancel()
             await self.gateway.drain(0)
+
+    async def _drain(self) -> None:
+        grace = self.gateway.config.shutdown_grace
+        abort_at = asyncio.get_running_loop().time() + grace + ABORT_SECONDS
+        await self.gateway.drain(grace)
+        await asyncio.sleep(abort_at - asyncio.get_running_loop().time())
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

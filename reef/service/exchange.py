@@ -142,6 +142,13 @@ class Exchange:
 
     async def _send_stream(self, stream: ChatStream, first: Delta, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self._stream_headers()})
+        try:
+            await self._send_deltas(stream, first, send)
+        except asyncio.CancelledError:  # shutdown did not want to wait for a client that does not read
+            stream.abort(Ending.ENGINE_CUT)
+            await self._record(stream, b"".join(self._sent), 200)
+
+    async def _send_deltas(self, stream: ChatStream, first: Delta, send: Send) -> None:
         await self._send_part(self._writer.opening(), send)
         unfinished = len(stream.choices)
         delta: Delta | None = first

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from starlette.requests import Request
 
@@ -16,8 +17,8 @@ from reef.scenario.scenario import Scenario
 from reef.service.config import ServiceConfig
 from reef.service.runtime import Deployment
 
-CUT_SECONDS = 5.0
-"""How long recording what was cut may take."""
+CUT_SECONDS = 2.0
+"""How long a cut exchange may take to be recorded; one that waits for a client that does not read is cancelled then."""
 
 
 class Gateway:
@@ -27,7 +28,7 @@ class Gateway:
         self.deployment = deployment
         self.config = config
         self.started_at = time.time()
-        self._streams: set[ChatStream] = set()
+        self._streams: dict[ChatStream, asyncio.Task[Any]] = {}
         self._claims: dict[tuple[str, str], asyncio.Event] = {}
         self._closing = False
 
@@ -72,11 +73,13 @@ class Gateway:
     @asynccontextmanager
     async def generating(self, stream: ChatStream) -> AsyncIterator[None]:
         """Register a stream, so that shutdown can cut it; always closes it."""
-        self._streams.add(stream)
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams[stream] = task
         try:
             yield
         finally:
-            self._streams.discard(stream)
+            del self._streams[stream]
             await stream.close()
 
     async def drain(self, grace: float) -> None:
@@ -85,6 +88,9 @@ class Gateway:
         await self._idle(grace)
         for stream in list(self._streams):
             stream.abort(Ending.ENGINE_CUT)
+        await self._idle(CUT_SECONDS)
+        for task in list(self._streams.values()):
+            task.cancel()
         await self._idle(CUT_SECONDS)
 
     async def _idle(self, seconds: float) -> None:

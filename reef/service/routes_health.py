@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-import reef
 from reef.service.gateway import Gateway
 
 _ENCODER = msgspec.json.Encoder()
@@ -27,8 +24,6 @@ async def status(request: Request) -> Response:
     """`GET /reef/status`"""
     gateway = Gateway.of(request)
     own = {
-        "version": reef.__version__,
-        "uptime": time.time() - gateway.started_at,
         "default_scenario": gateway.config.default_scenario,
         "models": gateway.deployment.models(),
         "in_flight": gateway.in_flight,

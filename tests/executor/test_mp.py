@@ -129,7 +129,7 @@ def test_close_ends_a_process_that_refuses():
 
 
 def test_a_grandchild_that_lives_on_does_not_hide_the_death(executor):
-    grandchild = executor.rpc(0, "spawn_child").result(5)
+    grandchild = executor.rpc(0, "fork").result(5)
     pending = executor.rpc(0, "sleep", 30)
     os.kill(executor.pids[0], signal.SIGKILL)
     with pytest.raises(WorkerDied):

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -134,7 +135,7 @@ def test_a_killed_engine_cuts_its_streams_and_a_restart_serves_again(pair):
         async with client(backend) as handler:
             paths = backend.socket_paths()
             readers = [Reader() for _ in range(4)]
-            tasks = [asyncio.ensure_future(r.read(handler, ask(n, max_tokens=1000))) for n, r in enumerate(readers)]
+            tasks = [asyncio.ensure_future(r.read(handler, ask(n, max_tokens=400))) for n, r in enumerate(readers)]
             await asyncio.gather(*(reader.has(3) for reader in readers))
             os.kill(recorder.pids[1], signal.SIGKILL)
             await asyncio.gather(*tasks)
@@ -164,6 +165,21 @@ def test_a_killed_engine_cuts_its_streams_and_a_restart_serves_again(pair):
 
     run(body(), 100)
     assert backend.health() is None
+
+
+def test_a_start_can_be_called_off(tiny_model):
+    recorder = Recorder()
+    backend = LocalBackend(tiny_config(tiny_model), recorder)
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(backend.start)
+        while not recorder.executors:
+            time.sleep(0.01)
+        began = time.monotonic()
+        backend.close()
+        with pytest.raises(WorkerDied, match="ended by signal 15"):
+            starting.result(20)
+        assert time.monotonic() - began < 5
+    assert not os.path.exists(f"/proc/{recorder.pids[0]}")
 
 
 def test_the_sockets_are_private(pair):

@@ -249,6 +249,8 @@ def test_never_connected(path):
             _ = handler.max_context
         with pytest.raises(Unavailable, match=f"no engine at {path} within 0.3 s"):
             await handler.connect()
+        with pytest.raises(Unavailable, match="no engine is started"):
+            await LocalHandler(list).connect()
 
     run(body())
 

@@ -14,6 +14,7 @@ import pytest
 from reef.errors import EngineError, EngineUncertain, InvalidRequest, Unavailable
 from reef.inference.local.client import LocalHandler
 from reef.inference.local.engine import LocalEngine
+from reef.inference.local.protocol import Add, encode
 from reef.inference.local.worker import EngineWorker
 from reef.runtime.interfaces import (
     BASE_LOAD_ID,
@@ -166,6 +167,32 @@ def test_a_pause_is_a_barrier_under_traffic(path, worker, mode):
     run(body())
 
 
+def test_a_pause_waits_for_the_step_in_progress(path, worker, monkeypatch):
+    real = LocalEngine.step
+
+    def slow_step(self):
+        time.sleep(0.3)
+        return real(self)
+
+    monkeypatch.setattr(LocalEngine, "step", slow_step)
+
+    async def body():
+        async with client(path) as handler:
+            reader = Reader()
+            task = asyncio.ensure_future(reader.read(handler, ask(max_tokens=4)))
+            await reader.has(1)
+            await asyncio.sleep(0.1)
+            await control(worker.pause, PauseMode.IN_PLACE)
+            await asyncio.sleep(0.02)
+            assert len(reader.tokens) == 2
+            await asyncio.sleep(0.7)
+            assert len(reader.tokens) == 2
+            await control(worker.resume)
+            await task
+
+    run(body())
+
+
 @BOTH
 def test_activation_switches_the_span_in_mid_stream(path, worker, tiny_model, tmp_path, mode):
     load = WeightLoad(
@@ -259,6 +286,36 @@ def test_an_idle_engine_sleeps(path, worker):
             assert time.process_time() - began < 0.1
             await control(worker.resume)
             await waiting
+
+    run(body())
+
+
+def test_a_client_that_never_reads_is_dropped(path, worker, monkeypatch):
+    monkeypatch.setattr("reef.inference.local.worker._MAX_UNSENT_BYTES", 50_000)
+
+    async def body():
+        async with client(path) as handler:
+            _, writer = await asyncio.open_unix_connection(path, limit=1000)
+            for n in range(64):
+                writer.write(encode(Add(ask(n, max_tokens=1000))))
+            await asyncio.sleep(0)
+            assert await control(idle, worker, 60.0)
+            writer.close()
+            assert len((await Reader().read(handler, ask())).tokens) == 8
+
+    run(body(), 90)
+
+
+def test_an_abort_is_heard_while_paused(path, worker):
+    async def body():
+        async with client(path) as handler:
+            stream = handler.generate(ask(max_tokens=500))
+            await anext(stream)
+            await control(worker.pause, PauseMode.IN_PLACE)
+            await stream.aclose()
+            assert await control(idle, worker)
+            report = await control(worker.report)
+            assert report.free_pages + report.stats["cached_pages"] == report.total_pages
 
     run(body())
 

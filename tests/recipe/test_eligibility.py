@@ -154,6 +154,16 @@ def test_choices_of_one_request_train_together_in_a_group() -> None:
     assert [one.record_id for one in batch.consumed].count("r") == 1
 
 
+def test_late_choice_of_a_record_that_is_in_a_batch_never_trains() -> None:
+    it = desk()
+    it.exchange(record("r", generation(), generation(), generation()))
+    it.report("first", "r", score=0.0, choice=0, group="g", group_size=2)
+    it.report("second", "r", score=1.0, choice=1, group="g", group_size=2)
+    it.processor.build(0.0)
+    [late] = it.report("late", "r", score=1.0, choice=2, group="g", group_size=2)
+    assert late.reason.startswith("already scored: r")
+
+
 def test_choice_scored_twice_counts_once() -> None:
     it = desk()
     it.exchange(record("r", generation(), generation()))

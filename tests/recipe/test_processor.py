@@ -113,6 +113,17 @@ def test_rejected_dispositions_acknowledge_the_batch_too() -> None:
     assert not it.processor.ready(NOW)
 
 
+def test_batch_of_a_process_before_is_forgotten_too() -> None:
+    """After a crash the interrupted job commits what its own batch consumed, while the reports wait here again."""
+    before, after = desk(batch_size=1), desk(batch_size=1)
+    for it in (before, after):
+        it.scored("a", 1.0)
+    after.scored("b", 0.0)
+    after.processor.acknowledge(before.processor.build(NOW))
+    assert [one.record_id for one in after.processor.build(NOW).consumed] == ["report-b", "b"]
+    assert after.report("again", "a", score=1.0)[0].reason == "already consumed: a (no_signal)"
+
+
 def test_oldest_reports_go_first_whatever_the_order_of_arrival() -> None:
     processor = ScoredProcessor(RecipeConfig(batch_size=2), {})
     for sequence, name in ((3, "c"), (1, "a"), (2, "b")):

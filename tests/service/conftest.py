@@ -5,11 +5,11 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import uvloop
 from blockbuster import blockbuster_ctx
@@ -28,7 +28,12 @@ class Running:
         self.server, self.deployment, self.thread = server, deployment, thread
         self.url = server.url
         self.http = httpx.Client(base_url=self.url, timeout=20)
-        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
+
+    @cached_property
+    def openai(self):
+        from openai import OpenAI
+
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
 
     @property
     def engine(self):
@@ -53,7 +58,6 @@ class Running:
 
     def stop(self) -> None:
         self.http.close()
-        self.openai.close()
         self.server.should_exit = True
         self.thread.join(20)
         assert not self.thread.is_alive()
@@ -75,18 +79,16 @@ def running(deployment: Any, **settings: Any) -> Iterator[Running]:
     config = ServiceConfig(port=0, **settings)
     server = GatewayServer(deployment, config)
     thread = threading.Thread(target=lambda: uvloop.run(server.run_deployment()), daemon=True)
-    with blockbuster_ctx("reef"):
-        thread.start()
-        for _ in range(1000):
-            if server.started or not thread.is_alive():
-                break
-            threading.Event().wait(0.01)
-        assert server.started
-        found = Running(server, deployment, thread)
-        try:
+    thread.start()
+    while not server.started and thread.is_alive():
+        thread.join(0.01)
+    assert server.started
+    found = Running(server, deployment, thread)
+    try:
+        with blockbuster_ctx("reef"):
             yield found
-        finally:
-            found.stop()
+    finally:
+        found.stop()
 
 
 @pytest.fixture

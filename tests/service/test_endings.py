@@ -16,13 +16,14 @@ from tests.service.conftest import body, events
 LONG = "word " * 300
 
 
-def leave_after(gateway, fragment: bytes | None, **changes) -> bytes:
+def leave_after(gateway, fragment: bytes | None, headers: dict[str, str] | None = None, **changes) -> bytes:
     """Send a request on a bare socket, read until `fragment` (None: nothing), then close."""
     content = httpx.Request("POST", "http://x/", json=body(**changes)).content
     host, port = gateway.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
-        connection.sendall(head.encode() + content)
+        sent = {"host": "x", "content-length": str(len(content)), **(headers or {})}
+        lines = ["POST /v1/chat/completions HTTP/1.1", *(f"{name}: {value}" for name, value in sent.items()), "", ""]
+        connection.sendall("\r\n".join(lines).encode() + content)
         seen = b""
         while fragment is not None and fragment not in seen:
             seen += connection.recv(65536)
@@ -31,9 +32,10 @@ def leave_after(gateway, fragment: bytes | None, **changes) -> bytes:
         return seen
 
 
-def wait_until_idle(engine) -> None:
-    for _ in range(200):
-        if engine.running == 0:
+def wait_until_idle(engine, *, started: bool = False) -> None:
+    """With `started`, only after it generated something."""
+    for _ in range(500):
+        if engine.running == 0 and (engine.seen or not started):
             return
         threading.Event().wait(0.02)
     raise AssertionError("the engine still generates")
@@ -168,6 +170,27 @@ def test_shutdown_in_mid_generation_is_recorded(serve, deployment, run, stream):
     assert record.response == answers[0].content
     assert "shutting down" in answers[0].text
     assert answers[0].status_code == (200 if stream else 503)
+
+
+def test_shutdown_does_not_wait_for_a_client_that_does_not_read(serve, deployment, run):
+    deployment.engine.context = 100_000
+    deployment.engine.expect(text="word " * 40_000)
+    with serve(shutdown_grace=0.1) as gateway:
+        host, port = gateway.url.removeprefix("http://").split(":")
+        content = httpx.Request("POST", "http://x/", json=body(stream=True)).content
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+            connection.sendall(head.encode() + content)
+            wait_until_idle(deployment.engine, started=True)
+            gateway.server.should_exit = True
+            gateway.thread.join(15)
+            assert not gateway.thread.is_alive()
+    run(deployment.storage.open())
+    record = run(deployment.storage.page("default"))[0]
+    run(deployment.storage.close())
+    assert record.response.startswith(b"data: ") and b"[DONE]" not in record.response
 
 
 def test_shutdown_lets_short_answers_finish(serve, deployment):

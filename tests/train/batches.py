@@ -45,10 +45,11 @@ def job(
     *,
     after: TrainResult | None = None,
     objective: Objective = POLICY_GRADIENT,
+    job_id: str | None = None,
 ) -> TrainJob:
-    """One step from the base, or from the candidate of `after`."""
+    """One step from the base, or from the candidate of `after`. The job is named after its directory."""
     return TrainJob(
-        job_id=output.name,
+        job_id=job_id or output.name,
         scenario="default",
         step=1,
         signal=StepSignal(objective=objective, samples=samples),
@@ -63,3 +64,16 @@ def content(directory: str | Path) -> dict[str, bytes]:
     """Every file below a directory."""
     root = Path(directory)
     return {str(file.relative_to(root)): file.read_bytes() for file in sorted(root.rglob("*")) if file.is_file()}
+
+
+def tensors(result: TrainResult) -> dict[str, bytes]:
+    """Every tensor of a candidate and of its optimizer state, as bytes."""
+    import torch
+    from safetensors.torch import load_file
+
+    found = {}
+    for directory in (result.weights_path, result.state_path):
+        for file in sorted(Path(directory).glob("*.safetensors")):
+            for name, value in load_file(file).items():
+                found[f"{file.name}:{name}"] = value.contiguous().view(torch.uint8).numpy().tobytes()
+    return found

@@ -11,13 +11,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from peft import PeftModel  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from reef.errors import StorageError, TrainingError  # noqa: E402
 from reef.runtime.interfaces import Objective  # noqa: E402
 from reef.train.torch_backend.config import TorchConfig  # noqa: E402
 from reef.train.torch_backend.worker import TorchWorker  # noqa: E402
-from tests.train.batches import PROBE, content, job, rollouts  # noqa: E402
+from tests.train.batches import PROBE, content, job, rollouts, tensors  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")  # peft, of transformers
 MODES = pytest.mark.parametrize("mode", ["lora", "full"])
@@ -67,7 +68,10 @@ def test_the_adapter_s_configuration_names_no_path(tiny_model, tmp_path):
 @MODES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_job_gives_the_same_bytes(tiny_model, tmp_path, mode, dtype):
-    results = [make(tiny_model, mode, dtype=dtype, threads=2).train(job(tmp_path / name, rollouts())) for name in "ab"]
+    results = [
+        make(tiny_model, mode, dtype=dtype, threads=2).train(job(tmp_path / name, rollouts(), job_id="j"))
+        for name in "ab"
+    ]
     assert content(results[0].weights_path) == content(results[1].weights_path)
     assert content(results[0].state_path) == content(results[1].state_path)
 
@@ -79,8 +83,7 @@ def test_a_restarted_worker_continues_as_if_it_had_not_stopped(tiny_model, tmp_p
     first = worker.train(job(tmp_path / "first", rollouts()))
     second = worker.train(job(tmp_path / "second", rollouts(seed=1), after=first))
     again = make(tiny_model, mode, dtype=dtype).train(job(tmp_path / "again", rollouts(seed=1), after=first))
-    assert content(again.weights_path) == content(second.weights_path)
-    assert content(again.state_path) == content(second.state_path)
+    assert tensors(again) == tensors(second)
     assert again.metrics["optimizer_steps"] == 2
 
 
@@ -94,7 +97,7 @@ def test_rejecting_a_candidate_costs_nothing(tiny_model, tmp_path, mode):
     accepted = worker.train(job(tmp_path / "accepted", rollouts(seed=2), after=incumbent))
     assert (content(incumbent.weights_path), content(incumbent.state_path)) == before
     clean = make(tiny_model, mode).train(job(tmp_path / "clean", rollouts(seed=2), after=incumbent))
-    assert content(accepted.weights_path) == content(clean.weights_path)
+    assert tensors(accepted) == tensors(clean)
     assert accepted.incumbent_probe_logprobs == incumbent.probe_logprobs != rejected.probe_logprobs
 
 
@@ -103,19 +106,30 @@ def test_back_to_the_base_after_training(tiny_model, tmp_path, mode):
     worker = make(tiny_model, mode)
     first = worker.train(job(tmp_path / "first", rollouts()))
     again = worker.train(job(tmp_path / "again", rollouts()))
-    assert content(again.weights_path) == content(first.weights_path)
+    assert tensors(again) == tensors(first)
 
 
-def test_a_linked_incumbent_is_not_loaded_again(tiny_model, tmp_path, monkeypatch):
+@MODES
+def test_the_last_candidate_is_not_loaded_again_wherever_it_was_moved(tiny_model, tmp_path, monkeypatch, mode):
+    worker = make(tiny_model, mode)
+    first = worker.train(job(tmp_path / "first", rollouts()))
+    shutil.copytree(tmp_path / "first", tmp_path / "store")
+    shutil.rmtree(tmp_path / "first")
+    stored = replace(first, weights_path=f"{tmp_path}/store/weights", state_path=f"{tmp_path}/store/state")
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_weights", lambda path: pytest.fail(f"loaded {path}"))
+        second = worker.train(job(tmp_path / "second", rollouts(seed=1), after=stored))
+    again = worker.train(job(tmp_path / "again", rollouts(seed=1), after=stored))
+    assert tensors(again) == tensors(second)
+
+
+def test_weights_of_unknown_origin_are_loaded(tiny_model, tmp_path, monkeypatch):
     worker = make(tiny_model)
     first = worker.train(job(tmp_path / "first", rollouts()))
-    store = tmp_path / "store"
-    shutil.copytree(tmp_path / "first", store, copy_function=lambda a, b: __import__("os").link(a, b))
-    shutil.rmtree(tmp_path / "first")
-    stored = replace(first, weights_path=str(store / "weights"), state_path=str(store / "state"))
-    monkeypatch.setattr(worker, "_weights", lambda path: pytest.fail(f"loaded {path}"))
-    second = worker.train(job(tmp_path / "second", rollouts(seed=1), after=stored))
-    assert second.metrics["optimizer_steps"] == 2
+    (tmp_path / "first" / "weights" / "reef.json").unlink()
+    second = worker.train(job(tmp_path / "second", rollouts(seed=1), after=first))
+    clean = make(tiny_model).train(job(tmp_path / "second", rollouts(seed=1), after=first))
+    assert tensors(second) == tensors(clean)
 
 
 @MODES
@@ -163,7 +177,7 @@ def test_masked_tokens_do_not_train(tiny_model, tmp_path):
     for sample in masked:
         sample.mask = [True] * 3 + [False] * (len(sample.output_ids) - 3)
     results = [make(tiny_model).train(job(tmp_path / name, s)) for name, s in (("s", short), ("m", masked))]
-    assert content(results[0].weights_path) == content(results[1].weights_path)
+    assert tensors(results[0]) == tensors(results[1])
 
 
 def test_the_gradient_is_clipped(tiny_model, tmp_path):
@@ -179,8 +193,6 @@ def test_the_gradient_is_clipped(tiny_model, tmp_path):
 
 
 def _state(result) -> dict:
-    from safetensors.torch import load_file
-
     return load_file(f"{result.state_path}/optimizer.safetensors")
 
 
@@ -218,7 +230,7 @@ def test_bad_batches_write_nothing_and_move_nothing(tiny_model, tmp_path):
         assert not (tmp_path / "bad").exists()
     after = worker.train(job(tmp_path / "after", rollouts()))
     clean = make(tiny_model).train(job(tmp_path / "clean", rollouts()))
-    assert content(after.weights_path) == content(clean.weights_path)
+    assert tensors(after) == tensors(clean)
 
 
 def test_an_infinite_gradient_writes_nothing(tiny_model, tmp_path):
@@ -262,7 +274,7 @@ def test_a_failed_write_leaves_nothing_and_is_recovered_from(tiny_model, tmp_pat
     assert content(tmp_path / "bad") == {}
     after = worker.train(job(tmp_path / "after", rollouts()))
     clean = make(tiny_model).train(job(tmp_path / "clean", rollouts()))
-    assert content(after.weights_path) == content(clean.weights_path)
+    assert tensors(after) == tensors(clean)
 
 
 def test_an_interrupted_attempt_is_overwritten(tiny_model, tmp_path):

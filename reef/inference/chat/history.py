@@ -40,7 +40,7 @@ class SampledTurns:
         self._forget(key)
         if len(ids) > self._max_tokens:
             return
-        self._turns[key] = _Turn(array("l", ids), len(text), _digest(text))
+        self._turns[key] = _Turn(array("I", ids), len(text), _digest(text))
         self._tokens += len(ids)
         while self._tokens > self._max_tokens:
             self._forget(next(iter(self._turns)))

@@ -14,7 +14,6 @@ import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from reef.errors import EngineError, InvalidRequest, ReefError
@@ -254,15 +253,10 @@ class ChatStream:
 class ChatService:
     """Conversations in, streams of text with exact generations out, on any token engine."""
 
-    def __init__(self, tokenizer: ChatTokenizer | Path | str, handler: InferenceHandler) -> None:
-        """`tokenizer` may be a model directory; loading it blocks."""
-        self.tokenizer = tokenizer if isinstance(tokenizer, ChatTokenizer) else ChatTokenizer.load(tokenizer)
+    def __init__(self, tokenizer: ChatTokenizer, handler: InferenceHandler) -> None:
+        self.tokenizer = tokenizer
         self._handler = handler
         self._sampled = SampledTurns()
-
-    @property
-    def vocab_size(self) -> int:
-        return self.tokenizer.vocab_size
 
     async def prompt_ids(self, messages: Sequence[Message], lane: str = BASE_LANE) -> list[int]:
         """Token ids of the conversation up to the assistant's turn; turns sampled here keep their own ids."""

@@ -69,12 +69,21 @@ class _DecodeGroup:
     mask: Tensor  # [B, 1, 1, pages * P] added to the scores
 
 
+@dataclass(slots=True, frozen=True)
+class RowTables:
+    """For kernels that read pages directly: token t < len(lengths) attends to the first lengths[t] positions."""
+
+    pages: Tensor  # [rows, width], padded with NULL_PAGE
+    lengths: Tensor  # [rows]
+
+
 @dataclass(slots=True)
 class AttentionPlan:
     """`kv` None computes attention within the batch only and stores nothing."""
 
     kv: KVTensors | None
     slots: Tensor | None = None  # [T] where each token's K and V go
+    rows: RowTables | None = None  # instead of `decodes`
     num_decode: int = 0
     decodes: list[_DecodeGroup] = field(default_factory=list)
     prefills: list[_Prefill] = field(default_factory=list)
@@ -85,39 +94,52 @@ def plan_dense(num_tokens: int) -> AttentionPlan:
     return AttentionPlan(None, prefills=[_Prefill(0, num_tokens, None, num_tokens, None)])
 
 
-def plan_paged(stretches: list[Stretch], kv: KVTensors, dtype: torch.dtype, device: torch.device) -> AttentionPlan:
-    """Plan for `stretches` in the order of the flat batch, single tokens first."""
-    num_decode = sum(stretch.count == 1 for stretch in stretches)
-    assert all(stretch.count == 1 for stretch in stretches[:num_decode])
-    plan = AttentionPlan(kv, _slots(stretches, kv.page_size, device), num_decode)
-    plan.decodes = _decode_groups(stretches[:num_decode], kv.page_size, dtype, device)
-    plan.prefills = [_prefill(stretch, kv.page_size, dtype, device) for stretch in stretches[num_decode:]]
+def plan_paged(
+    stretches: list[Stretch], kv: KVTensors, dtype: torch.dtype, device: torch.device, *, row_tables_up_to: int
+) -> AttentionPlan:
+    """Plan for `stretches` in the order of the flat batch, shorter ones first.
+
+    Those of at most `row_tables_up_to` tokens get row tables; with 0, single tokens are decoded in padded groups.
+    """
+    slots = _slots(stretches, kv.page_size, device)
+    limit = row_tables_up_to or 1
+    num_short = sum(stretch.count <= limit for stretch in stretches)
+    short, long = stretches[:num_short], stretches[num_short:]
+    plan = AttentionPlan(kv, slots, prefills=[_prefill(stretch, kv.page_size, dtype, device) for stretch in long])
+    if row_tables_up_to:
+        plan.rows = _row_tables(short, kv.page_size) if short else None
+    else:
+        plan.num_decode = num_short
+        plan.decodes = _decode_groups(short, kv.page_size, dtype, device)
     return plan
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, plan: AttentionPlan) -> Tensor:
-    """q [T, heads, D], k and v [T, kv_heads, D] -> [T, heads, D]."""
-    if plan.kv is not None:
-        keys, values = plan.kv.keys[layer], plan.kv.values[layer]
-        keys.view(-1, *k.shape[1:]).index_copy_(0, plan.slots, k)
-        values.view(-1, *v.shape[1:]).index_copy_(0, plan.slots, v)
+    """q [T, heads, D], k and v [T, kv_heads, D], which are in the cache already -> [T, heads, D]."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in plan.decodes:
+        assert plan.kv is not None
         rows = q[: plan.num_decode] if group.rows is None else q.index_select(0, group.rows)
-        mixed = _attend_decode(rows, keys, values, group)
+        mixed = _attend_decode(rows, plan.kv.keys[layer], plan.kv.values[layer], group)
         if group.rows is None:
             out[: plan.num_decode] = mixed
         else:
             out.index_copy_(0, group.rows, mixed)
+    attend_prefills(q, k, v, layer, plan, out)
+    return out
+
+
+def attend_prefills(q: Tensor, k: Tensor, v: Tensor, layer: int, plan: AttentionPlan, out: Tensor) -> None:
+    """Fill the rows of `out` that belong to the plan's prefills."""
     for part in plan.prefills:
         own = slice(part.start, part.end)
         if part.pages is None:
             part_k, part_v = k[own], v[own]
         else:
-            part_k = keys.index_select(0, part.pages).flatten(0, 1)[: part.length]
-            part_v = values.index_select(0, part.pages).flatten(0, 1)[: part.length]
+            assert plan.kv is not None
+            part_k = plan.kv.keys[layer].index_select(0, part.pages).flatten(0, 1)[: part.length]
+            part_v = plan.kv.values[layer].index_select(0, part.pages).flatten(0, 1)[: part.length]
         out[own] = _attend_prefill(q[own], part_k, part_v, part.mask)
-    return out
 
 
 def _attend_decode(q: Tensor, keys: Tensor, values: Tensor, group: _DecodeGroup) -> Tensor:
@@ -155,6 +177,18 @@ def _prefill(stretch: Stretch, page_size: int, dtype: torch.dtype, device: torch
     future = torch.ones(stretch.count, length, dtype=torch.bool, device=device).triu(stretch.position + 1)
     mask = torch.zeros(stretch.count, length, dtype=dtype, device=device).masked_fill_(future, -torch.inf)
     return _Prefill(stretch.start, stretch.start + stretch.count, pages, length, mask)
+
+
+def _row_tables(stretches: list[Stretch], page_size: int) -> RowTables:
+    lengths = np.concatenate([stretch.position + 1 + np.arange(stretch.count) for stretch in stretches])
+    width = -(-int(lengths.max()) // page_size)
+    table = np.full((len(lengths), width), NULL_PAGE)
+    row = 0
+    for stretch in stretches:
+        pages = stretch.pages[:width]
+        table[row : row + stretch.count, : len(pages)] = pages
+        row += stretch.count
+    return RowTables(torch.from_numpy(table), torch.from_numpy(lengths))
 
 
 def _decode_groups(

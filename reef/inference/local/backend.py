@@ -149,12 +149,15 @@ class LocalBackend(InferenceBackend):
             {**shared, "name": name, "socket_path": path}
             for name, path in zip(self._names, self.socket_paths(), strict=True)
         ]
-        executor = self._make_executor(WORKER, arguments)
-        executor.start()
         with self._lock:
             self._answers = []
-        self._executor = executor
-        self._dtype = self._all("dtype")[0]
+        self._executor = executor = self._make_executor(WORKER, arguments)  # first: `close` may be called meanwhile
+        try:
+            executor.start()
+            self._dtype = self._all("dtype")[0]
+        except BaseException:
+            self._stop(_RESTART_CLOSE_SECONDS)
+            raise
 
     def _stop(self, timeout: float) -> None:
         executor, self._executor = self._executor, None

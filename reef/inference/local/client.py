@@ -166,7 +166,9 @@ class LocalHandler(InferenceHandler):
 
         Raises Unavailable if an engine cannot be reached within the timeout; what was connected stays.
         """
-        paths = list(self._sockets())
+        paths = self._sockets()
+        if not paths:
+            raise Unavailable("no engine is started")
         results = await asyncio.gather(*(self._connect(path) for path in paths), return_exceptions=True)
         fresh = [result for result in results if isinstance(result, _Connection)]
         if failure := next((result for result in results if isinstance(result, BaseException)), None):

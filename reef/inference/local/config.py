@@ -48,6 +48,10 @@ class LocalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
         PauseMode, msgspec.Meta(description="what a publication does to requests in flight: retract or in_place")
     ] = PauseMode.IN_PLACE
     compile: Annotated[bool, msgspec.Meta(description="torch.compile the model; pays on long runs only")] = False
+    kernels: Annotated[
+        Literal["auto", "torch"],
+        msgspec.Meta(description="auto: compile Reef's CPU kernels at first use where there is a C++ compiler"),
+    ] = "auto"
     engines: Annotated[int, msgspec.Meta(ge=1, description="how many engines serve")] = 1
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ from reef.inference.local.config import BASE_LOAD_ID, LocalConfig
 from reef.inference.local.kv_cache import PagePool, PrefixCache
 from reef.inference.local.loads import Loads
 from reef.inference.local.model import Model, ModelSpec
+from reef.inference.local.native import make_ops
 from reef.inference.local.runner import Runner
 from reef.inference.local.sampler import Row, Sampled, sample
 from reef.inference.local.scheduler import Scheduler, Work
@@ -62,15 +63,17 @@ class LocalEngine:
         self._config = config
         self._end_ids = end_token_ids(self._path, model_config)
         self._tokenizer: ChatTokenizer | None = None
+        ops = make_ops(config.kernels, self.device)
         self._loads = Loads(
             self._path,
             spec,
             dtype=self.dtype,
             device=self.device,
+            ops=ops,
             max_loads=config.max_loads,
             base_content_id=base_content_id,
         )
-        model = Model(spec, self.dtype, self.device, self.max_context)
+        model = Model(spec, self.dtype, self.device, self.max_context, ops)
         self._runner = Runner(model, self._loads, num_pages=num_pages, page_size=config.page_size)
         self._num_pages = num_pages
         self._lanes = {BASE_LANE: BASE_LOAD_ID}

@@ -17,6 +17,7 @@ from reef.errors import EngineError
 from reef.inference.local.config import BASE_LOAD_ID
 from reef.inference.local.lora import Adapter, AdapterStack, read_adapter, stack_adapters
 from reef.inference.local.model import ModelSpec, ModelWeights
+from reef.inference.local.ops import Ops
 from reef.inference.local.weights import build_weights, projection_parts, read_config, read_state
 from reef.runtime.interfaces import WeightKind, WeightLoad
 
@@ -40,6 +41,7 @@ class Loads:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        ops: Ops,
         max_loads: int,
         base_content_id: str,
     ) -> None:
@@ -47,6 +49,7 @@ class Loads:
         self._spec = spec
         self._dtype = dtype
         self._device = device
+        self._ops = ops
         self._max_loads = max_loads
         self._base_content_id = base_content_id
         self._resident: dict[str, Load] = {}
@@ -104,7 +107,7 @@ class Loads:
     def restore(self) -> None:
         """Read the base again. Other loads have to be staged again."""
         if not self._resident:
-            weights = build_weights(read_state(self._path), self._spec, self._dtype, self._device)
+            weights = build_weights(read_state(self._path), self._spec, self._dtype, self._device, self._ops)
             self._resident[BASE_LOAD_ID] = Load(self._base_content_id, weights)
 
     def stack(self, load_ids: tuple[str, ...]) -> AdapterStack:
@@ -131,4 +134,4 @@ class Loads:
     def _read_full(self, path: Path) -> ModelWeights:
         if (path / "config.json").exists() and ModelSpec.from_config(read_config(path)) != self._spec:
             raise EngineError("the weights' config.json describes another architecture than the base model's")
-        return build_weights(read_state(path), self._spec, self._dtype, self._device)
+        return build_weights(read_state(path), self._spec, self._dtype, self._device, self._ops)

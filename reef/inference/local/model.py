@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from reef.errors import EngineError
-from reef.inference.local.attention import AttentionPlan, attend
+from reef.inference.local.attention import AttentionPlan
 from reef.inference.local.lora import LoraBatch
+from reef.inference.local.ops import Linear, Ops
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -110,21 +111,6 @@ def _rope(config: Any) -> tuple[tuple[float, ...], float]:
     return tuple(inv_freq.tolist()), float(scale)
 
 
-class Linear:
-    """y = x W^T + b. On a CPU bfloat16 weights are kept in the layout that oneDNN computes in: about twice as fast."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._bias = bias
-        self._packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return F.linear(x, self._weight, self._bias)
-
-
 @dataclass(slots=True, kw_only=True)
 class LayerWeights:
     input_norm: Tensor  # [H]
@@ -163,50 +149,43 @@ class Model:
     dtype: torch.dtype
     device: torch.device
     max_context: int
-    _cos: Tensor = field(init=False)  # [max_context, 1, D / 2]
+    ops: Ops
+    _cos: Tensor = field(init=False)  # [max_context, D / 2]
     _sin: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         inv_freq = torch.tensor(self.spec.inv_freq, dtype=torch.float32)
-        angles = torch.arange(self.max_context, dtype=torch.float32)[:, None, None] * inv_freq
+        angles = torch.arange(self.max_context, dtype=torch.float32)[:, None] * inv_freq
         self._cos = (angles.cos() * self.spec.rope_scale).to(self.device, self.dtype)
         self._sin = (angles.sin() * self.spec.rope_scale).to(self.device, self.dtype)
 
     def forward(self, weights: ModelWeights, batch: Batch) -> Tensor:
         """Return the last layer's output [T, H], normed; write K and V where the plan says."""
+        ops, eps, lora = self.ops, self.spec.rms_norm_eps, batch.lora
         hidden = F.embedding(batch.token_ids, weights.embedding)
-        cos, sin = self._cos[batch.positions], self._sin[batch.positions]
+        delta: Tensor | None = None  # what the layer before adds to `hidden`
         for index, layer in enumerate(weights.layers):
-            hidden = hidden + self._attention(index, layer, self._norm(hidden, layer.input_norm), cos, sin, batch)
-            hidden = hidden + self._mlp(index, layer, self._norm(hidden, layer.post_norm), batch.lora)
-        return self._norm(hidden, weights.norm)
+            normed = ops.add_norm(hidden, delta, layer.input_norm, eps)
+            qkv = _project(layer.qkv, normed, lora, index, "qkv")
+            mixed = self._attend(index, layer, qkv, batch)
+            delta = _project(layer.o, mixed, lora, index, "o")
+            normed = ops.add_norm(hidden, delta, layer.post_norm, eps)
+            gated = ops.silu_mul(_project(layer.gate_up, normed, lora, index, "gate_up"))
+            delta = _project(layer.down, gated, lora, index, "down")
+        return ops.add_norm(hidden, delta, weights.norm, eps)
 
-    def _attention(self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
+    def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, batch: Batch) -> Tensor:
+        """[T, q_size + 2 kv_size] -> [T, q_size]."""
         spec = self.spec
-        qkv = _project(layer.qkv, x, batch.lora, index, "qkv")
         heads = qkv.view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
-        q_and_k, v = heads.split([spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], dim=1)
-        if layer.q_norm is not None:
-            q, k = q_and_k.split([spec.num_heads, spec.num_kv_heads], dim=1)
-            q_and_k = torch.cat((self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)), dim=1)
-        q, k = _rotate(q_and_k, cos, sin).split([spec.num_heads, spec.num_kv_heads], dim=1)
-        mixed = attend(q, k, v, index, batch.attention)
-        return _project(layer.o, mixed.reshape(-1, spec.q_size), batch.lora, index, "o")
-
-    def _mlp(self, index: int, layer: LayerWeights, x: Tensor, lora: LoraBatch | None) -> Tensor:
-        gate, up = _project(layer.gate_up, x, lora, index, "gate_up").chunk(2, dim=-1)
-        return _project(layer.down, F.silu(gate).mul_(up), lora, index, "down")
-
-    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.spec.rms_norm_eps)
+        q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q.copy_(F.rms_norm(q, (spec.head_dim,), layer.q_norm, spec.rms_norm_eps))
+            k.copy_(F.rms_norm(k, (spec.head_dim,), layer.k_norm, spec.rms_norm_eps))
+        self.ops.rotate_store(heads, spec.num_kv_heads, self._cos, self._sin, batch.positions, index, batch.attention)
+        return self.ops.attend(q, k, v, index, batch.attention).view(-1, spec.q_size)
 
 
 def _project(linear: Linear, x: Tensor, lora: LoraBatch | None, layer: int, target: str) -> Tensor:
     y = linear(x)
     return y if lora is None else lora.add(layer, target, x, y)
-
-
-def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [T, heads, D], first half against second half."""
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

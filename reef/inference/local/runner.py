@@ -49,6 +49,7 @@ class Runner:
         sampling: list[Work] = []
         logits: list[Tensor] = []
         for group in groups.values():
+            group.sort(key=lambda work: work.count)  # attention wants short stretches first
             members = [work for work in group if work.samples]
             group_logits = self._run_group(group, bool(members))
             if group_logits is not None:
@@ -94,7 +95,9 @@ class Runner:
         batch = Batch(
             token_ids=torch.tensor(token_ids, device=model.device),
             positions=torch.from_numpy(np.concatenate(positions)).to(model.device),
-            attention=plan_paged(stretches, self.kv, model.dtype, model.device),
+            attention=plan_paged(
+                stretches, self.kv, model.dtype, model.device, row_tables_up_to=model.ops.row_tables_up_to
+            ),
             lora=self._lora(works),
         )
         weights = self._loads[works[0].sequence.load_id].weights

@@ -14,7 +14,8 @@ from torch import Tensor
 from reef.errors import ConfigError, EngineError
 from reef.inference.chat.tokenizer import ChatTokenizer
 from reef.inference.local.lora import Part
-from reef.inference.local.model import LayerWeights, Linear, ModelSpec, ModelWeights
+from reef.inference.local.model import LayerWeights, ModelSpec, ModelWeights
+from reef.inference.local.ops import Linear, Ops
 
 _INDEX = "model.safetensors.index.json"
 
@@ -103,16 +104,16 @@ def projection_parts(spec: ModelSpec) -> dict[str, Part]:
 
 
 def build_weights(
-    state: Mapping[str, Tensor], spec: ModelSpec, dtype: torch.dtype, device: torch.device
+    state: Mapping[str, Tensor], spec: ModelSpec, dtype: torch.dtype, device: torch.device, ops: Ops
 ) -> ModelWeights:
     """Fuse and place the weights. Raises EngineError if any is missing, unexpected, misshapen or not finite."""
-    reader = _Reader(state, dtype, device)
+    reader = _Reader(state, dtype, device, ops)
     embedding = reader.take("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
     layers = [_layer(reader, spec, f"model.layers.{index}.") for index in range(spec.num_layers)]
     norm = reader.take("model.norm.weight", spec.hidden_size)
     head = embedding if spec.tied_head else reader.take("lm_head.weight", spec.vocab_size, spec.hidden_size)
     reader.check_all_taken(unless="lm_head.weight" if spec.tied_head else "")
-    return ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=Linear(head))
+    return ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=ops.linear(head, None))
 
 
 def _layer(reader: _Reader, spec: ModelSpec, prefix: str) -> LayerWeights:
@@ -141,8 +142,9 @@ def _qkv_sizes(spec: ModelSpec) -> tuple[int, int, int]:
 class _Reader:
     """Takes tensors out of a state dict, each checked, cast and placed."""
 
-    def __init__(self, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, ops: Ops) -> None:
         self._state = state
+        self._ops = ops
         self._dtype = dtype
         self._device = device
         self._taken: set[str] = set()
@@ -163,7 +165,7 @@ class _Reader:
         """One projection whose outputs are those of `parts`, given as (name, output size)."""
         weight = torch.cat([self.take(f"{name}.weight", size, in_size) for name, size in parts])
         biases = torch.cat([self.take(f"{name}.bias", size) for name, size in parts]) if bias else None
-        return Linear(weight, biases)
+        return self._ops.linear(weight, biases)
 
     def check_all_taken(self, unless: str) -> None:
         rest = self._state.keys() - self._taken - {unless}

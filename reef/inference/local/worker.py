@@ -324,7 +324,6 @@ class EngineWorker:
     def __init__(
         self, *, config: LocalConfig, name: str, socket_path: str, base_content_id: str = "", paused: bool = False
     ) -> None:
-        logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
         self._plane = _DataPlane(socket_path)
         self._steps = _StepLoop(lambda: LocalEngine(config, name, base_content_id), self._plane)
         if paused:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import logging
 import os
 import pickle
 import signal
@@ -68,6 +69,7 @@ class _Process:
         self._death: str | None = None
         self._numbers = itertools.count()
         self._spawned = Event()
+        self._built: Future[Any] = Future()
         # The kernel sends the parent-death signal when the *thread* that spawned a child ends. So the thread that
         # lives as long as the child spawns it, never the caller's, which may be a pool's.
         self._thread = Thread(target=self._run, name=f"{name}-owner", daemon=True)
@@ -76,7 +78,8 @@ class _Process:
         """Spawn; the future resolves when the worker is built."""
         self._thread.start()
         self._spawned.wait()
-        return self.call(_CONSTRUCT, (worker_class,), dict(kwargs))
+        self._built = self.call(_CONSTRUCT, (worker_class,), dict(kwargs))
+        return self._built
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -113,9 +116,14 @@ class _Process:
         return self._spawned.is_set() and self._death is None
 
     def ask_to_stop(self) -> None:
-        """Close our side for writing: the worker runs what it was sent before, then leaves. Never blocks."""
+        """Close our side for writing: the worker runs what it was sent before, then leaves. Never blocks.
+
+        One that is still being built has nothing to finish, and is terminated.
+        """
         with suppress(OSError):  # already gone
             self._socket.shutdown(socket.SHUT_WR)
+        if not self._built.done():
+            self.signal(signal.SIGTERM)
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)  # does nothing once reaped
@@ -241,7 +249,10 @@ class MpExecutor(Executor):
         built = [
             worker.start(self._worker_class, kwargs) for worker, kwargs in zip(self._workers, self._kwargs, strict=True)
         ]
-        wait_until_started(built, [w.name for w in self._workers], self._start_timeout, partial(self.close, 2.0))
+        if self._closing:  # `close` came too early to see these processes
+            self.close(_TERMINATE_SECONDS)
+        names = [worker.name for worker in self._workers]
+        wait_until_started(built, names, self._start_timeout, partial(self.close, _TERMINATE_SECONDS))
 
     @property
     def world_size(self) -> int:
@@ -298,6 +309,7 @@ class MpExecutor(Executor):
 def serve(fd: int, owner: int) -> None:
     """Entry point of a worker process: build the worker, then run its calls until the owner closes the pipe."""
     _die_with(owner)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     os.set_inheritable(fd, False)
     connection = Connection(fd)
     calls: SimpleQueue[bytes | None] = SimpleQueue()
@@ -317,6 +329,10 @@ def serve(fd: int, owner: int) -> None:
         connection.send_bytes(pickle.dumps((number, *_attempt(run, call))))
     if (close := getattr(worker, "close", None)) is not None:
         close()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # tearing down an interpreter with torch in it takes seconds, and native threads may hang it
 
 
 def _die_with(owner: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -51,7 +52,7 @@ class MasterOptimizer:
         self._adamw.state.clear()
         self.steps = 0
 
-    def write(self, directory: Path, *, with_masters: bool) -> None:
+    def write(self, directory: Path, job_id: str, *, with_masters: bool) -> None:
         directory.mkdir(parents=True)
         tensors: dict[str, Tensor] = {}
         for name, master in self.masters.items():
@@ -60,11 +61,11 @@ class MasterOptimizer:
             if with_masters:
                 tensors[f"master.{name}"] = master.detach()
         save_file(tensors, directory / TENSORS_FILE)
-        (directory / INFO_FILE).write_text(json.dumps({"format": FORMAT, "steps": self.steps}))
+        (directory / INFO_FILE).write_text(json.dumps({"format": FORMAT, "steps": self.steps, "job_id": job_id}))
 
     def read(self, directory: Path) -> dict[str, Tensor]:
         """Take the state over; return the masters it holds. Raises TrainingError if it is not of this model."""
-        info = json.loads((directory / INFO_FILE).read_text())
+        info = read_info(directory)
         if info.get("format") != FORMAT:
             raise TrainingError(f"optimizer state has format {info.get('format')}, this trainer reads {FORMAT}")
         tensors = load_file(directory / TENSORS_FILE)
@@ -79,3 +80,9 @@ class MasterOptimizer:
             self._adamw.state[master] = {"step": torch.tensor(float(info["steps"])).to(master.device), **averages}
         self.steps = info["steps"]
         return {name: tensors[f"master.{name}"] for name in self.masters if f"master.{name}" in tensors}
+
+
+def read_info(directory: Path) -> dict[str, Any]:
+    """What is said of a state beside its tensors: `format`, `steps`, `job_id`."""
+    info: dict[str, Any] = json.loads((directory / INFO_FILE).read_text())
+    return info

@@ -1,7 +1,7 @@
 """Candidates on disk: an adapter as PEFT keeps it, or a model directory with one file for each parameter.
 
-Bytes depend on the weights alone, so that equal candidates have equal content; one file for each parameter lets a
-content store keep the unchanged ones once.
+One file for each parameter lets a content store keep the unchanged ones once. The id of the job is written along, so
+that a trainer recognises what it still holds, wherever a store moved it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,28 @@ from reef.train.torch_backend.model import Policy
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 INDEX_FILE = "model.safetensors.index.json"
+ORIGIN_FILE = "reef.json"
+_METADATA = {"format": "pt"}  # one key at most: safetensors writes several in random order
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".index.json")
 
 
-def write_weights(policy: Policy, directory: Path) -> None:
-    """Write the masters: an adapter in float32, full weights in the model's dtype. The directory must not exist."""
+def write_weights(policy: Policy, directory: Path, job_id: str) -> None:
+    """Write an adapter in float32 or full weights in the model's dtype. The directory must not exist."""
     directory.mkdir(parents=True)
     if policy.adapted is not None:
-        save_file(_contiguous(policy.masters), directory / ADAPTER_FILE, metadata={"format": "pt"})
+        tensors = {name: master.detach().cpu().contiguous() for name, master in policy.masters.items()}
+        save_file(tensors, directory / ADAPTER_FILE, metadata=_METADATA)
         (directory / ADAPTER_CONFIG).write_text(_adapter_config(policy))
     else:
         _write_model(policy, directory)
+    (directory / ORIGIN_FILE).write_text(json.dumps({"job_id": job_id}))
+
+
+def written_by(directory: Path) -> str | None:
+    """The job that wrote these weights, None if no job of this trainer did."""
+    file = directory / ORIGIN_FILE
+    job_id: str | None = json.loads(file.read_text())["job_id"] if file.exists() else None
+    return job_id
 
 
 def read_weights(policy: Policy, directory: Path) -> dict[str, Tensor]:
@@ -48,10 +59,6 @@ def read_weights(policy: Policy, directory: Path) -> dict[str, Tensor]:
         if name not in tensors or tensors[name].shape != master.shape:
             raise TrainingError(f"the incumbent does not fit this model: {name}")
     return tensors
-
-
-def _contiguous(masters: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: master.detach().cpu().contiguous() for name, master in masters.items()}
 
 
 def _adapter_config(policy: Policy) -> str:
@@ -74,7 +81,7 @@ def _write_model(policy: Policy, directory: Path) -> None:
     files: dict[str, str] = {}
     for name, parameter in policy.parameters.items():
         files[name] = f"model.{name}.safetensors"
-        save_file({name: parameter.detach().cpu().contiguous()}, directory / files[name], metadata={"format": "pt"})
+        save_file({name: parameter.detach().cpu().contiguous()}, directory / files[name], metadata=_METADATA)
     size = sum(parameter.numel() * parameter.element_size() for parameter in policy.parameters.values())
     index = {"metadata": {"total_size": size}, "weight_map": files}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True))

@@ -17,19 +17,22 @@ from reef.runtime.interfaces import TrainJob, TrainResult
 from reef.train.objectives import lookup
 from reef.train.torch_backend.config import TorchConfig
 from reef.train.torch_backend.model import Policy, load_causal
-from reef.train.torch_backend.optimizer import MasterOptimizer
+from reef.train.torch_backend.optimizer import MasterOptimizer, read_info
 from reef.train.torch_backend.step import collect_tokens, take_step
-from reef.train.torch_backend.weights import read_weights, write_weights
+from reef.train.torch_backend.weights import read_weights, write_weights, written_by
 
-Identity = tuple[tuple[str, int, int, int], ...]
-"""The safetensors files of a directory: name, inode, size, modification time in nanoseconds. Empty: no directory."""
+Identity = tuple[str | None, str | None]
+"""The jobs that wrote weights and optimizer state; "" is the base or a fresh state, None is not known."""
+
+BASE: Identity = ("", "")
+UNKNOWN: Identity = (None, None)
 
 
 class TorchWorker:
     """One model on one device. Public methods are called by name through an executor, one at a time.
 
-    The incumbent stays resident between jobs: files that a content store took over by link or rename are recognised,
-    and everything else (a rejected candidate, another scenario, a rollback) is loaded from its directory.
+    A candidate stays resident, and the next job that starts from it has nothing to load. Every other incumbent (after
+    a rejection, of another scenario, after a rollback) is loaded from its directory.
     """
 
     def __init__(self, model_path: str, config: TorchConfig) -> None:
@@ -44,7 +47,7 @@ class TorchWorker:
         self._fresh_adapter: dict[str, Tensor] = {}
         if self._policy.adapted is not None:
             self._fresh_adapter = {name: master.detach().clone() for name, master in self._policy.masters.items()}
-        self._resident: tuple[Identity, Identity] | None = ((), ())
+        self._resident = BASE
         self._probe: tuple[list[int], list[float]] = ([], [])  # ids and their log-probabilities under what is resident
 
     def health(self) -> None:
@@ -61,15 +64,15 @@ class TorchWorker:
         tokens = collect_tokens(job.signal.samples, config.vocab_size, config.max_position_embeddings)
         loaded = self._load(job)
         before = self._score(job.probe_ids)
-        self._resident = None  # until the candidate is on disk nothing describes what is loaded
+        self._resident = UNKNOWN  # until the candidate is on disk nothing describes what is loaded
         try:
             metrics = take_step(self._policy, self._optimizer, tokens, loss, self._config.micro_batch_tokens)
         except TrainingError:
             self._resident = loaded  # nothing moved
             raise
         after = self._policy.score(job.probe_ids)
-        weights, state = self._write(Path(job.output_path))
-        self._resident, self._probe = (_identity(str(weights)), _identity(str(state))), (job.probe_ids, after)
+        weights, state = self._write(Path(job.output_path), job.job_id)
+        self._resident, self._probe = (job.job_id, job.job_id), (job.probe_ids, after)
         return TrainResult(
             weights_path=str(weights),
             state_path=str(state),
@@ -78,12 +81,12 @@ class TorchWorker:
             incumbent_probe_logprobs=before,
         )
 
-    def _load(self, job: TrainJob) -> tuple[Identity, Identity]:
+    def _load(self, job: TrainJob) -> Identity:
         """Make the job's incumbent resident; return its identity."""
-        wanted = (_identity(job.incumbent_path), _identity(job.state_path))
-        if self._resident == wanted:
+        wanted = _identity(job)
+        if self._resident == wanted and None not in wanted:
             return wanted
-        self._resident, self._probe = None, ([], [])
+        self._resident, self._probe = UNKNOWN, ([], [])
         values = self._weights(job.incumbent_path)
         if job.state_path is None:
             self._optimizer.reset()
@@ -110,15 +113,15 @@ class TorchWorker:
             self._probe = (probe_ids, self._policy.score(probe_ids))
         return self._probe[1]
 
-    def _write(self, output: Path) -> tuple[Path, Path]:
+    def _write(self, output: Path, job_id: str) -> tuple[Path, Path]:
         """Write the candidate below `output`, replacing what an interrupted attempt left there."""
         weights, state = output / "weights", output / "state"
         for directory in (weights, state):
             shutil.rmtree(directory, ignore_errors=True)
         try:
-            write_weights(self._policy, weights)
+            write_weights(self._policy, weights, job_id)
             rounded = self._policy.adapted is None and self._policy.dtype != torch.float32
-            self._optimizer.write(state, with_masters=rounded)
+            self._optimizer.write(state, job_id, with_masters=rounded)
         except (OSError, SafetensorError) as error:
             for directory in (weights, state):
                 shutil.rmtree(directory, ignore_errors=True)
@@ -126,11 +129,10 @@ class TorchWorker:
         return weights, state
 
 
-def _identity(directory: str | None) -> Identity:
-    if directory is None:
-        return ()
-    files = sorted(Path(directory).glob("*.safetensors"))
-    return tuple((f.name, s.st_ino, s.st_size, s.st_mtime_ns) for f in files for s in (f.stat(),))
+def _identity(job: TrainJob) -> Identity:
+    weights = "" if job.incumbent_path is None else written_by(Path(job.incumbent_path))
+    state = "" if job.state_path is None else read_info(Path(job.state_path)).get("job_id")
+    return weights, state
 
 
 def _speed(metrics: dict[str, Any], seconds: float) -> dict[str, float]:

@@ -1,0 +1,193 @@
+"""CPU kernels of Reef's own, compiled at first use. Where that fails, torch does the work.
+
+They pay: attention reads pages in place instead of gathering them, and a matrix product of few rows with bfloat16
+weights runs at the speed of memory. Needs a C++ compiler with OpenMP; the library is kept in the user's cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reef.inference.local.attention import AttentionPlan, attend_prefills
+from reef.inference.local.ops import Linear, Ops
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+# Not -ffast-math: it would switch off denormals for the whole process.
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC")
+_COMPILE_SECONDS = 120
+_PACKED_OUTPUTS = 32
+_SHORT_PREFILL = 32
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def make_ops(kernels: str, device: torch.device) -> Ops:
+    """`kernels` is "auto" or "torch"."""
+    if kernels == "torch" or device.type != "cpu":
+        return Ops()
+    library = _library()
+    return Ops() if library is None else NativeOps(library)
+
+
+class NativeOps(Ops):
+    """Ops on CPU tensors in float32 and bfloat16. Every tensor that a kernel sees is contiguous, or its stride is given."""
+
+    row_tables_up_to = _SHORT_PREFILL
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._add_norm = _by_dtype(library, "add_norm", "ppppiif")
+        self._silu_mul = _by_dtype(library, "silu_mul", "ppii")
+        self._rotate_store = _by_dtype(library, "rotate_store", "pppppppiiii")
+        self._attend_pages = _by_dtype(library, "attend_pages", "pippipppiiiii")
+        # Compiled only for CPUs that multiply bfloat16.
+        self._linear = _function(library, "linear_bfloat16", "ppppiii") if hasattr(library, "linear_bfloat16") else None
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        outputs, inputs = weight.shape
+        kernel = self._linear
+        if kernel is None or weight.dtype != torch.bfloat16 or outputs % _PACKED_OUTPUTS or inputs % 2:
+            return super().linear(weight, bias)
+        packed = weight.view(outputs // _PACKED_OUTPUTS, _PACKED_OUTPUTS, inputs // 2, 2).transpose(1, 2).contiguous()
+        added = None if bias is None else bias.contiguous()
+
+        def run(x: Tensor) -> Tensor:
+            x = x.contiguous()
+            y = x.new_empty(len(x), outputs)
+            kernel(_at(x), _at(packed), _at(added), _at(y), len(x), outputs, inputs)
+            return y
+
+        return run
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(x)
+        self._add_norm[x.dtype](_at(x), _at(delta), _at(weight), _at(out), *x.shape, eps)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        tokens, width = gate_up.shape
+        out = gate_up.new_empty(tokens, width // 2)
+        self._silu_mul[gate_up.dtype](_at(gate_up), _at(out), tokens, width // 2)
+        return out
+
+    def rotate_store(
+        self,
+        heads: Tensor,
+        num_kv_heads: int,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        layer: int,
+        plan: AttentionPlan,
+    ) -> None:
+        tokens, num_heads, head_dim = heads.shape
+        keys, values = (None, None) if plan.kv is None else (plan.kv.keys[layer], plan.kv.values[layer])
+        self._rotate_store[heads.dtype](
+            _at(heads),
+            _at(cos),
+            _at(sin),
+            _at(positions),
+            _at(plan.slots),
+            _at(keys),
+            _at(values),
+            tokens,
+            num_heads - 2 * num_kv_heads,
+            num_kv_heads,
+            head_dim,
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: AttentionPlan) -> Tensor:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if plan.rows is not None:
+            assert plan.kv is not None
+            pages, lengths = plan.rows.pages, plan.rows.lengths
+            self._attend_pages[q.dtype](
+                _at(q),
+                q.stride(0),
+                _at(plan.kv.keys[layer]),
+                _at(plan.kv.values[layer]),
+                _at(pages),
+                pages.shape[1],
+                _at(lengths),
+                _at(out),
+                len(lengths),
+                q.shape[1],
+                k.shape[1],
+                q.shape[2],
+                plan.kv.page_size,
+            )
+        attend_prefills(q, k, v, layer, plan, out)
+        return out
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _by_dtype(library: ctypes.CDLL, name: str, signature: str) -> dict[torch.dtype, Any]:
+    return {dtype: _function(library, f"{name}_{suffix}", signature) for dtype, suffix in _NAMES.items()}
+
+
+def _function(library: ctypes.CDLL, name: str, signature: str) -> Any:
+    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+    function = getattr(library, name)
+    function.argtypes = [kinds[letter] for letter in signature]
+    function.restype = None
+    return function
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled kernels; None, with the reason in the log, where they cannot be had."""
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    if compiler is None:
+        logger.info("no C++ compiler: the engine runs on torch's kernels")
+        return None
+    try:
+        path = _cache_directory() / f"kernels-{_fingerprint(compiler)}.so"
+        if not path.exists():
+            _compile(compiler, path)
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or error
+        logger.warning("the engine's kernels cannot be compiled, torch's are used: %s", detail)
+        return None
+
+
+def _compile(compiler: str, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        made = Path(scratch) / target.name
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+        made.replace(target)
+
+
+def _fingerprint(compiler: str) -> str:
+    """Of all that decides what the library contains; -march=native means the processor too."""
+    processor = platform.processor() + platform.machine()
+    if (info := Path("/proc/cpuinfo")).exists():
+        processor += next(
+            (line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))), ""
+        )
+    parts = (_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), compiler.encode(), processor.encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _cache_directory() -> Path:
+    if explicit := os.environ.get("REEF_CACHE"):
+        return Path(explicit) / "kernels"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reef" / "kernels"
