@@ -23,6 +23,7 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 CHART_HEIGHT = 8
 MAX_CHART_WIDTH = 72
 INDENT = 4
+PLAIN_WIDTH = 140
 
 
 def chart(values: Sequence[float], slots: int, height: int = CHART_HEIGHT) -> list[str]:
@@ -31,7 +32,7 @@ def chart(values: Sequence[float], slots: int, height: int = CHART_HEIGHT) -> li
     filled = [max(1, round(min(max(value, 0.0), 1.0) * height * 8)) for value in values]
     lines = []
     for row in reversed(range(height)):
-        label = {height - 1: "1.0", height // 2: "0.5", 0: "0.0"}.get(row, "   ")
+        label = {height // 2: "0.5", 0: "0.0", height - 1: "1.0"}.get(row, "   ")
         bars = "".join(
             (BLOCKS[min(max(eighths - row * 8, 0), 8)] * max(1, width - 1)).ljust(width) for eighths in filled
         )
@@ -49,6 +50,8 @@ class Screen:
 
     def __init__(self, phases: int, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
+        if not self._console.is_terminal:
+            self._console.width = PLAIN_WIDTH
         self._phases, self._phase = phases, 0
 
     @property

@@ -81,14 +81,10 @@ class CoordinatorRuntime(TrainingRuntime):
         starts = [loop.run_in_executor(None, self._engines.start)]
         if self._trainer is not None:
             starts.append(loop.run_in_executor(None, self._trainer.start))
-        try:
-            for failure in await asyncio.gather(*starts, return_exceptions=True):
-                if isinstance(failure, BaseException):
-                    raise failure
-            await self._connect()
-        except BaseException:
-            await self.close()
-            raise
+        for failure in await asyncio.gather(*starts, return_exceptions=True):
+            if isinstance(failure, BaseException):
+                raise failure
+        await self._connect()
 
     def watch(self) -> None:
         """Begin to replace what dies; call it after `recover`."""
@@ -118,12 +114,15 @@ class CoordinatorRuntime(TrainingRuntime):
 
     async def _call(self, function: Callable[..., T], *args: Any) -> T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
-        except (WorkerDied, EngineUncertain, BarrierError):
-            self._nudge.set()
+            result = await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        except ReefError as error:
+            if isinstance(error, WorkerDied | EngineUncertain | BarrierError):
+                self._nudge.set()
+            with contextlib.suppress(ReefError):  # engines replaced on the way to the failure
+                await self._connect()
             raise
-        finally:
-            await self._connect()
+        await self._connect()
+        return result
 
     # ------------------------------------------------------------------ contract
 
@@ -146,12 +145,12 @@ class CoordinatorRuntime(TrainingRuntime):
         return await self._call(self._coordinator.recover, heads, committed)
 
     async def marker(self) -> Marker | None:
-        return await self._call(self._coordinator.marker)
+        return await asyncio.to_thread(self._coordinator.marker)  # a file read: never waits for a step
 
     async def engine_reports(self) -> list[EngineReport]:
         """What the engines say of themselves; empty while they cannot answer."""
         try:
-            return await asyncio.wait_for(self._call(self._engines.reports), 5.0)
+            return await asyncio.wait_for(asyncio.to_thread(self._engines.reports), 5.0)
         except (ReefError, TimeoutError):
             return []
 
@@ -170,7 +169,8 @@ class CoordinatorRuntime(TrainingRuntime):
     async def _supervise(self, poll_seconds: float = 0.5) -> None:
         while self.fatal is None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._nudge.wait(), poll_seconds)
+                async with asyncio.timeout(poll_seconds):
+                    await self._nudge.wait()
             self._nudge.clear()
             if reason := self._engines.health():
                 await self._replace("engine", reason, self._coordinator.repair_engines)

@@ -19,6 +19,7 @@ the coordinator waits for nobody: each call moves the durable marker forward or 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
@@ -312,8 +313,8 @@ class RuntimeScheduler:
                 backoff = min(backoff * 2, 30.0)
 
     async def _sleep(self, seconds: float) -> None:
-        try:
-            await asyncio.wait_for(self._wake.wait(), seconds)
-        except TimeoutError:
-            return
+        # Not wait_for: in Python 3.11 it swallows a cancellation that meets the wake-up.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
         self._wake.clear()

@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -89,22 +90,25 @@ class Deployment:
         self._lock = DirectoryLock(self.data)
         self._scenarios: dict[str, Scenario] = {}
         self._creating = asyncio.Lock()
-        self._checked = (0.0, "")
+        self._checked = (0.0, "")  # when the store was last proven, and what was wrong with it
+        self._opened = AsyncExitStack()
 
     # ------------------------------------------------------------------ life
 
     async def start(self) -> None:
         """Open, start, recover. Raises what failed, with everything closed again."""
-        self._lock.acquire()
-        try:
+        async with AsyncExitStack() as opened:
+            self._lock.acquire()
+            opened.callback(self._lock.release)
             await self._build()
             await self.storage.open()
+            opened.push_async_callback(self.storage.close)
+            opened.push_async_callback(self._runtime.close)
             await self._runtime.start()
+            opened.push_async_callback(self._close_scenarios)
             await self._recover()
             self._runtime.watch()
-        except BaseException:
-            await self.close()
-            raise
+            self._opened = opened.pop_all()
 
     async def _build(self) -> None:
         config, data = self.config, self.data
@@ -201,13 +205,12 @@ class Deployment:
         log.debug("freed %d bytes of contents", freed)
 
     async def close(self) -> None:
+        """Close in reverse order of start; nothing that fails keeps the rest open."""
+        await self._opened.aclose()
+
+    async def _close_scenarios(self) -> None:
         for scenario in self._scenarios.values():
             await scenario.close()
-        if hasattr(self, "_runtime"):
-            await self._runtime.close()
-        if hasattr(self, "storage"):
-            await self.storage.close()
-        self._lock.release()
 
     # ------------------------------------------------------------------ what routes use
 

@@ -15,7 +15,8 @@ class Foreign(Exception):
 
 
 class Counter:
-    def __init__(self, start: int = 0, broken: bool = False) -> None:
+    def __init__(self, start: int = 0, broken: bool = False, delay: float = 0.0) -> None:
+        time.sleep(delay)
         if broken:
             print("about to break")
             raise ValueError("start must be >= 0, got -1")

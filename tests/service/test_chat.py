@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import openai
 import pytest
 
@@ -32,6 +34,17 @@ def test_the_record_holds_exactly_what_was_sent_and_seen(gateway):
     assert generation["prompt_ids"] == gateway.engine.seen[0].prompt_ids
     assert (generation["ending"], generation["temperature"]) == ("stop", 0.5)
     assert generation["spans"] == [{"start": 0, "end": 6, "runtime_load_id": "engine:0"}]
+
+
+def test_the_release_is_the_head_when_the_request_was_admitted(gateway):
+    gateway.chat()
+    scenario = gateway.deployment.scenarios()[0]
+    admitted = scenario.head.release_id
+    gateway.engine.expect(delay=0.1)
+    gateway.engine.on_request = lambda: setattr(scenario, "head", replace(scenario.head, release_id="later"))
+    gateway.chat()
+    assert scenario.head.release_id == "later"
+    assert gateway.records()[1]["release_id"] == admitted
 
 
 def test_the_scenario_is_the_lane(gateway):

@@ -47,7 +47,7 @@ def test_a_rewarded_answer_becomes_likelier(smollm2, tmp_path):
         for sample in samples:
             sample.logprobs = recorded(worker, sample.prompt_ids, sample.output_ids)
         result = worker.train(job(tmp_path / str(step), samples, after=result))
-        assert result.metrics["mismatch_max"] < 0.3  # bfloat16: packed and alone round differently
+        assert result.metrics["mismatch_mean"] < 0.15  # bfloat16: packed and alone round differently
     after = [sum(recorded(worker, sample.prompt_ids, sample.output_ids)) for sample in samples]
     for sample, old, new in zip(samples, before, after, strict=True):
         moved = new - old

@@ -17,7 +17,10 @@ from reef.inference.local.kv_cache import NULL_PAGE
 
 
 class KVTensors:
-    """The memory of the KV cache: [2, layers, pages + 1, P, kv_heads, D]; the first page is NULL_PAGE, always zero."""
+    """The memory of the KV cache: [2, layers, pages + 1, kv_heads, P, D]; the first page is NULL_PAGE, always zero.
+
+    What one KV head keeps on one page is contiguous, because that is what attention reads at a time.
+    """
 
     def __init__(
         self,
@@ -30,11 +33,19 @@ class KVTensors:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (2, num_layers, num_pages + 1, page_size, num_kv_heads, head_dim)
+        shape = (2, num_layers, num_pages + 1, num_kv_heads, page_size, head_dim)
         self.page_size = page_size
+        self.dtype = dtype
+        self.device = device
         self._memory = torch.zeros(shape, dtype=dtype, device=device)  # untouched pages cost no memory on a CPU
-        self.keys = list(self._memory[0])  # per layer [pages + 1, P, kv_heads, D]
+        self.keys = list(self._memory[0])  # per layer [pages + 1, kv_heads, P, D]
         self.values = list(self._memory[1])
+
+    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V on `pages` [B, n] as [B, kv_heads, n * P, D]."""
+        keys, values = self.keys[layer], self.values[layer]
+        shape = (len(pages), keys.shape[1], pages.shape[1] * self.page_size, keys.shape[3])
+        return keys[pages].transpose(1, 2).reshape(shape), values[pages].transpose(1, 2).reshape(shape)
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zero `pages`. Needed only after non-finite values: zero weights times NaN would be NaN for the next user."""
@@ -55,7 +66,7 @@ class Stretch:
 class _Prefill:
     start: int
     end: int
-    pages: Tensor | None  # None: nothing precedes these tokens
+    pages: Tensor | None  # [1, pages]; None: nothing precedes these tokens
     length: int  # tokens attended to by the last one
     mask: Tensor | None  # [count, length] added to the scores; None: causal
 
@@ -65,7 +76,7 @@ class _DecodeGroup:
     """Decoding sequences of similar length, padded to the longest."""
 
     rows: Tensor | None  # [B]; None: all rows that decode
-    pages: Tensor  # [B * pages], padded with NULL_PAGE
+    pages: Tensor  # [B, pages], padded with NULL_PAGE
     mask: Tensor  # [B, 1, 1, pages * P] added to the scores
 
 
@@ -94,23 +105,21 @@ def plan_dense(num_tokens: int) -> AttentionPlan:
     return AttentionPlan(None, prefills=[_Prefill(0, num_tokens, None, num_tokens, None)])
 
 
-def plan_paged(
-    stretches: list[Stretch], kv: KVTensors, dtype: torch.dtype, device: torch.device, *, row_tables_up_to: int
-) -> AttentionPlan:
+def plan_paged(stretches: list[Stretch], kv: KVTensors, row_tables_up_to: int) -> AttentionPlan:
     """Plan for `stretches` in the order of the flat batch, shorter ones first.
 
     Those of at most `row_tables_up_to` tokens get row tables; with 0, single tokens are decoded in padded groups.
     """
-    slots = _slots(stretches, kv.page_size, device)
+    slots = _slots(stretches, kv)
     limit = row_tables_up_to or 1
     num_short = sum(stretch.count <= limit for stretch in stretches)
     short, long = stretches[:num_short], stretches[num_short:]
-    plan = AttentionPlan(kv, slots, prefills=[_prefill(stretch, kv.page_size, dtype, device) for stretch in long])
+    plan = AttentionPlan(kv, slots, prefills=[_prefill(stretch, kv) for stretch in long])
     if row_tables_up_to:
         plan.rows = _row_tables(short, kv.page_size) if short else None
     else:
         plan.num_decode = num_short
-        plan.decodes = _decode_groups(short, kv.page_size, dtype, device)
+        plan.decodes = _decode_groups(short, kv)
     return plan
 
 
@@ -120,7 +129,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, plan: AttentionPlan) -> 
     for group in plan.decodes:
         assert plan.kv is not None
         rows = q[: plan.num_decode] if group.rows is None else q.index_select(0, group.rows)
-        mixed = _attend_decode(rows, plan.kv.keys[layer], plan.kv.values[layer], group)
+        mixed = _attend_decode(rows, layer, plan.kv, group)
         if group.rows is None:
             out[: plan.num_decode] = mixed
         else:
@@ -133,49 +142,43 @@ def attend_prefills(q: Tensor, k: Tensor, v: Tensor, layer: int, plan: Attention
     """Fill the rows of `out` that belong to the plan's prefills."""
     for part in plan.prefills:
         own = slice(part.start, part.end)
-        if part.pages is None:
-            part_k, part_v = k[own], v[own]
-        else:
+        heads_q, heads_k, heads_v = (x[own].transpose(0, 1)[None] for x in (q, k, v))
+        if part.pages is not None:
             assert plan.kv is not None
-            part_k = plan.kv.keys[layer].index_select(0, part.pages).flatten(0, 1)[: part.length]
-            part_v = plan.kv.values[layer].index_select(0, part.pages).flatten(0, 1)[: part.length]
-        out[own] = _attend_prefill(q[own], part_k, part_v, part.mask)
+            heads_k, heads_v = (x[:, :, : part.length] for x in plan.kv.gather(layer, part.pages))
+        mixed = F.scaled_dot_product_attention(
+            heads_q, heads_k, heads_v, attn_mask=part.mask, is_causal=part.mask is None, enable_gqa=True
+        )
+        out[own] = mixed[0].transpose(0, 1)
 
 
-def _attend_decode(q: Tensor, keys: Tensor, values: Tensor, group: _DecodeGroup) -> Tensor:
+def _attend_decode(q: Tensor, layer: int, kv: KVTensors, group: _DecodeGroup) -> Tensor:
     batch, num_heads, head_dim = q.shape
-    num_kv_heads = keys.shape[2]
+    keys, values = kv.gather(layer, group.pages)
     # The query heads that share a KV head act as that head's queries, so K and V are not repeated.
-    grouped = q.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    own_k = keys.index_select(0, group.pages).view(batch, -1, num_kv_heads, head_dim).transpose(1, 2)
-    own_v = values.index_select(0, group.pages).view(batch, -1, num_kv_heads, head_dim).transpose(1, 2)
-    mixed = F.scaled_dot_product_attention(grouped, own_k, own_v, attn_mask=group.mask)
+    grouped = q.reshape(batch, keys.shape[1], -1, head_dim)
+    mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask)
     return mixed.reshape(batch, num_heads, head_dim)
 
 
-def _attend_prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-    return mixed.squeeze(0).transpose(0, 1)
-
-
-def _slots(stretches: list[Stretch], page_size: int, device: torch.device) -> Tensor:
+def _slots(stretches: list[Stretch], kv: KVTensors) -> Tensor:
+    page_size = kv.page_size
     parts = []
     for stretch in stretches:
         positions = np.arange(stretch.position, stretch.position + stretch.count)
         first = stretch.position // page_size
         pages = np.asarray(stretch.pages[first : int(positions[-1]) // page_size + 1])
         parts.append(pages[positions // page_size - first] * page_size + positions % page_size)
-    return torch.from_numpy(np.concatenate(parts)).to(device)
+    return torch.from_numpy(np.concatenate(parts)).to(kv.device)
 
 
-def _prefill(stretch: Stretch, page_size: int, dtype: torch.dtype, device: torch.device) -> _Prefill:
+def _prefill(stretch: Stretch, kv: KVTensors) -> _Prefill:
     length = stretch.position + stretch.count
     if stretch.position == 0:
         return _Prefill(stretch.start, stretch.start + stretch.count, None, length, None)
-    pages = torch.tensor(stretch.pages[: -(-length // page_size)], device=device)
-    future = torch.ones(stretch.count, length, dtype=torch.bool, device=device).triu(stretch.position + 1)
-    mask = torch.zeros(stretch.count, length, dtype=dtype, device=device).masked_fill_(future, -torch.inf)
+    pages = torch.tensor([stretch.pages[: -(-length // kv.page_size)]], device=kv.device)
+    future = torch.ones(stretch.count, length, dtype=torch.bool, device=kv.device).triu(stretch.position + 1)
+    mask = torch.zeros(stretch.count, length, dtype=kv.dtype, device=kv.device).masked_fill_(future, -torch.inf)
     return _Prefill(stretch.start, stretch.start + stretch.count, pages, length, mask)
 
 
@@ -191,12 +194,11 @@ def _row_tables(stretches: list[Stretch], page_size: int) -> RowTables:
     return RowTables(torch.from_numpy(table), torch.from_numpy(lengths))
 
 
-def _decode_groups(
-    stretches: list[Stretch], page_size: int, dtype: torch.dtype, device: torch.device
-) -> list[_DecodeGroup]:
+def _decode_groups(stretches: list[Stretch], kv: KVTensors) -> list[_DecodeGroup]:
     """Group by length so that padding at most doubles what is read."""
     if not stretches:
         return []
+    page_size, device = kv.page_size, kv.device
     lengths = np.asarray([stretch.position + 1 for stretch in stretches])
     num_pages = -(-lengths // page_size)
     order = np.argsort(num_pages, kind="stable")
@@ -212,8 +214,8 @@ def _decode_groups(
         for row, member in enumerate(members):
             table[row, : num_pages[member]] = stretches[member].pages[: num_pages[member]]
         padding = np.arange(width * page_size)[None, :] >= lengths[members][:, None]
-        mask = torch.zeros(padding.shape, dtype=dtype, device=device)
+        mask = torch.zeros(padding.shape, dtype=kv.dtype, device=device)
         mask.masked_fill_(torch.from_numpy(padding).to(device), -torch.inf)
         rows = None if len(bounds) == 1 else torch.from_numpy(members).to(device)
-        groups.append(_DecodeGroup(rows, torch.from_numpy(table).flatten().to(device), mask[:, None, None]))
+        groups.append(_DecodeGroup(rows, torch.from_numpy(table).to(device), mask[:, None, None]))
     return groups

@@ -63,7 +63,7 @@ class LocalEngine:
         self._config = config
         self._end_ids = end_token_ids(self._path, model_config)
         self._tokenizer: ChatTokenizer | None = None
-        ops = make_ops(config.kernels, self.device)
+        ops = make_ops(config.kernels, self.device, spec.head_dim)
         self._loads = Loads(
             self._path,
             spec,

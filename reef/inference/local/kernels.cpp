@@ -17,15 +17,11 @@ struct bf16 {
 
 inline float load(const float* p) { return *p; }
 inline float load(const bf16* p) {
-  uint32_t wide = static_cast<uint32_t>(p->bits) << 16;
-  float value;
-  std::memcpy(&value, &wide, 4);
-  return value;
+  return __builtin_bit_cast(float, static_cast<uint32_t>(p->bits) << 16);
 }
 inline void store(float* p, float value) { *p = value; }
 inline void store(bf16* p, float value) {
-  uint32_t wide;
-  std::memcpy(&wide, &value, 4);
+  uint32_t wide = __builtin_bit_cast(uint32_t, value);
   uint32_t rounded = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;  // to nearest, ties to even
   p->bits = static_cast<uint16_t>(value != value ? 0x7fc0 : rounded);
 }
@@ -50,9 +46,22 @@ inline float fast_exp(float x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, 4);
-  return p * scale;
+  return p * __builtin_bit_cast(float, bits);
+}
+
+// In place.
+inline void softmax(float* row, int64_t length) {
+  float top = row[0], total = 0;
+#pragma omp simd reduction(max : top)
+  for (int64_t j = 0; j < length; j++) top = std::max(top, row[j]);
+#pragma omp simd reduction(+ : total)
+  for (int64_t j = 0; j < length; j++) {
+    row[j] = fast_exp(row[j] - top);
+    total += row[j];
+  }
+  float inverse = 1.0f / total;
+#pragma omp simd
+  for (int64_t j = 0; j < length; j++) row[j] *= inverse;
 }
 
 // x += delta (unless null); out = x / rms(x) * weight. x, delta, out [T, size].
@@ -74,11 +83,12 @@ void add_norm(S* x, const S* delta, const S* weight, S* out, int64_t tokens, int
   }
 }
 
-// Rotate q and k inside qkv [T, (H + 2K) * D] and copy k and v to their slots. cos, sin [positions, D / 2].
+// Rotate q and k inside qkv [T, (H + 2K) * D] and copy k and v to their slots (page * P + offset) in keys and values
+// [pages, K, P, D], unless slots is null. cos, sin [positions, D / 2].
 template <class S>
 void rotate_store(S* qkv, const S* cos, const S* sin, const int64_t* positions, const int64_t* slots, S* keys, S* values,
-                  int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim) {
-  int64_t half = dim / 2, width = (heads + 2 * kv_heads) * dim, kv_width = kv_heads * dim;
+                  int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim, int64_t page_size) {
+  int64_t half = dim / 2, width = (heads + 2 * kv_heads) * dim;
 #pragma omp parallel for if (tokens * width > 16384)
   for (int64_t t = 0; t < tokens; t++) {
     S* row = qkv + t * width;
@@ -94,79 +104,149 @@ void rotate_store(S* qkv, const S* cos, const S* sin, const int64_t* positions, 
         store(b + i, round_to<S>(y * u) + round_to<S>(x * v));
       }
     }
-    if (slots) {
-      std::memcpy(keys + slots[t] * kv_width, row + heads * dim, kv_width * sizeof(S));
-      std::memcpy(values + slots[t] * kv_width, row + heads * dim + kv_width, kv_width * sizeof(S));
+    for (int64_t h = 0; slots && h < kv_heads; h++) {
+      int64_t to = ((slots[t] / page_size * kv_heads + h) * page_size + slots[t] % page_size) * dim;
+      const S* k = row + (heads + h) * dim;
+      std::memcpy(keys + to, k, dim * sizeof(S));
+      std::memcpy(values + to, k + kv_heads * dim, dim * sizeof(S));
     }
   }
 }
 
-// One (row, KV head): all query heads of the group over `length` positions.
-template <class S>
-void attend_one(const S* q, const S* keys, const S* values, const int64_t* pages, int64_t length, S* out, int64_t group,
-                int64_t kv_heads, int64_t dim, int64_t page_size, float scale, std::vector<float>& scratch) {
-  scratch.resize(group * (length + 2 * dim));
-  float* scores = scratch.data();
-  float* query = scores + group * length;
-  float* sums = query + group * dim;
-  for (int64_t i = 0; i < group * dim; i++) query[i] = load(q + i) * scale;
-  int64_t stride = kv_heads * dim;
-  for (int64_t j = 0; j < length; j++) {
-    const S* k = keys + (pages[j / page_size] * page_size + j % page_size) * stride;
-    for (int64_t g = 0; g < group; g++) {
-      float sum = 0;
-      const float* one = query + g * dim;
-#pragma omp simd reduction(+ : sum)
-      for (int64_t i = 0; i < dim; i++) sum += one[i] * load(k + i);
-      scores[g * length + j] = sum;
+// Sixteen floats at a time, in whatever registers there are.
+typedef float vec __attribute__((vector_size(64)));
+typedef float half_vec __attribute__((vector_size(32)));
+typedef float quarter_vec __attribute__((vector_size(16)));
+
+inline vec load_vec(const float* p) {
+  vec value;
+  std::memcpy(&value, p, sizeof value);
+  return value;
+}
+inline vec load_vec(const bf16* p) {
+  typedef uint16_t narrow __attribute__((vector_size(32)));
+  typedef uint32_t wide __attribute__((vector_size(64)));
+  narrow bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return (vec)(__builtin_convertvector(bits, wide) << 16);
+}
+inline float sum_of(vec x) {
+  half_vec halves[2];
+  std::memcpy(halves, &x, sizeof x);
+  half_vec half = halves[0] + halves[1];
+  quarter_vec quarters[2];
+  std::memcpy(quarters, &half, sizeof half);
+  quarter_vec quarter = quarters[0] + quarters[1];
+  return (quarter[0] + quarter[1]) + (quarter[2] + quarter[3]);
+}
+
+template <class S, int DIM>
+inline void prefetch(const S* at) {
+  for (size_t offset = 0; offset < DIM * sizeof(S); offset += 64) {
+    __builtin_prefetch(reinterpret_cast<const char*>(at) + offset);
+  }
+}
+
+// Query heads [GROUP, DIM] that share one KV head, over `length` positions; scores is scratch [GROUP, length]. In
+// keys and values a page of one KV head is [P, DIM], and pages are `stride` apart. The sizes are constants so that a
+// whole head stays in registers.
+template <class S, int DIM, int GROUP>
+void attend_group(const S* q, const S* keys, const S* values, const int64_t* pages, int64_t length, S* out,
+                  int64_t stride, int64_t page_size, float scale, float* scores) {
+  constexpr int VECS = DIM / 16;
+  vec query[GROUP][VECS];
+#pragma GCC unroll 32
+  for (int i = 0; i < GROUP * VECS; i++) query[i / VECS][i % VECS] = load_vec(q + i * 16) * scale;
+  for (int64_t start = 0; start < length; start += page_size) {
+    const S* k = keys + pages[start / page_size] * stride;
+    const S* next = start + page_size < length ? keys + pages[start / page_size + 1] * stride : values + pages[0] * stride;
+    int64_t end = std::min(length, start + page_size);
+    for (int64_t j = start; j < end; j++, k += DIM, next += DIM) {
+      prefetch<S, DIM>(next);
+      vec sums[GROUP] = {};
+#pragma GCC unroll 8
+      for (int i = 0; i < VECS; i++) {
+        vec key = load_vec(k + i * 16);
+#pragma GCC unroll 4
+        for (int g = 0; g < GROUP; g++) sums[g] += query[g][i] * key;
+      }
+#pragma GCC unroll 4
+      for (int g = 0; g < GROUP; g++) scores[g * length + j] = sum_of(sums[g]);
     }
   }
-  for (int64_t g = 0; g < group; g++) {
-    float* row = scores + g * length;
-    float top = row[0], total = 0;
-#pragma omp simd reduction(max : top)
-    for (int64_t j = 0; j < length; j++) top = std::max(top, row[j]);
-#pragma omp simd reduction(+ : total)
-    for (int64_t j = 0; j < length; j++) {
-      row[j] = fast_exp(row[j] - top);
-      total += row[j];
-    }
-    float inverse = 1.0f / total;
-#pragma omp simd
-    for (int64_t j = 0; j < length; j++) row[j] *= inverse;
-  }
-  std::fill(sums, sums + group * dim, 0.0f);
-  for (int64_t j = 0; j < length; j++) {
-    const S* v = values + (pages[j / page_size] * page_size + j % page_size) * stride;
-    for (int64_t g = 0; g < group; g++) {
-      float weight = scores[g * length + j];
-      float* sum = sums + g * dim;
-#pragma omp simd
-      for (int64_t i = 0; i < dim; i++) sum[i] += weight * load(v + i);
+  for (int g = 0; g < GROUP; g++) softmax(scores + g * length, length);
+  vec mixed[GROUP][VECS] = {};
+  for (int64_t start = 0; start < length; start += page_size) {
+    const S* v = values + pages[start / page_size] * stride;
+    const S* next = start + page_size < length ? values + pages[start / page_size + 1] * stride : v;
+    int64_t end = std::min(length, start + page_size);
+    for (int64_t j = start; j < end; j++, v += DIM, next += DIM) {
+      prefetch<S, DIM>(next);
+#pragma GCC unroll 8
+      for (int i = 0; i < VECS; i++) {
+        vec value = load_vec(v + i * 16);
+#pragma GCC unroll 4
+        for (int g = 0; g < GROUP; g++) mixed[g][i] += scores[g * length + j] * value;
+      }
     }
   }
-  for (int64_t i = 0; i < group * dim; i++) store(out + i, sums[i]);
+  for (int g = 0; g < GROUP; g++)
+    for (int i = 0; i < DIM; i++) store(out + g * DIM + i, mixed[g][i / 16][i % 16]);
+}
+
+// Any number of heads that share one KV head, a few at a time.
+template <class S, int DIM>
+void attend_heads(int64_t heads, const S* q, const S* keys, const S* values, const int64_t* pages, int64_t length,
+                  S* out, int64_t stride, int64_t page_size, float scale, float* scores) {
+  constexpr int MOST = DIM > 64 ? 2 : 4;
+  for (; heads > 0; heads -= MOST, q += MOST * DIM, out += MOST * DIM) {
+    auto one = heads >= MOST || heads == 4 ? attend_group<S, DIM, MOST>
+               : heads == 3                ? attend_group<S, DIM, 3>
+               : heads == 2                ? attend_group<S, DIM, 2>
+                                           : attend_group<S, DIM, 1>;
+    one(q, keys, values, pages, length, out, stride, page_size, scale, scores);
+  }
 }
 
 // Rows of queries, each over the first lengths[row] positions of the pages in tables[row]. q [rows, q_stride], of which
 // the first H * D are the query heads; out [rows, H * D]; tables [rows, table_width].
-template <class S>
-void attend_pages(const S* q, int64_t q_stride, const S* keys, const S* values, const int64_t* tables,
-                  int64_t table_width, const int64_t* lengths, S* out, int64_t rows, int64_t heads, int64_t kv_heads,
-                  int64_t dim, int64_t page_size) {
+template <class S, int DIM>
+void attend_rows(const S* q, int64_t q_stride, const S* keys, const S* values, const int64_t* tables,
+                 int64_t table_width, const int64_t* lengths, S* out, int64_t rows, int64_t heads, int64_t kv_heads,
+                 int64_t page_size) {
   int64_t group = heads / kv_heads;
-  float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+  float scale = 1.0f / std::sqrt(static_cast<float>(DIM));
 #pragma omp parallel
   {
-    std::vector<float> scratch;
+    std::vector<float> scores;
 #pragma omp for collapse(2) schedule(dynamic, 1)
     for (int64_t r = 0; r < rows; r++) {
       for (int64_t h = 0; h < kv_heads; h++) {
-        attend_one(q + r * q_stride + h * group * dim, keys + h * dim, values + h * dim, tables + r * table_width,
-                   lengths[r], out + (r * heads + h * group) * dim, group, kv_heads, dim, page_size, scale, scratch);
+        scores.resize(4 * lengths[r]);
+        int64_t head = h * page_size * DIM;
+        attend_heads<S, DIM>(group, q + r * q_stride + h * group * DIM, keys + head, values + head,
+                             tables + r * table_width, lengths[r], out + (r * heads + h * group) * DIM,
+                             kv_heads * page_size * DIM, page_size, scale, scores.data());
       }
     }
   }
+}
+
+// Returns false, having done nothing, for a head size that is not compiled in.
+template <class S>
+bool attend_pages(const S* q, int64_t q_stride, const S* keys, const S* values, const int64_t* tables,
+                  int64_t table_width, const int64_t* lengths, S* out, int64_t rows, int64_t heads, int64_t kv_heads,
+                  int64_t dim, int64_t page_size) {
+  auto run = dim == 16    ? attend_rows<S, 16>
+             : dim == 32  ? attend_rows<S, 32>
+             : dim == 64  ? attend_rows<S, 64>
+             : dim == 80  ? attend_rows<S, 80>
+             : dim == 96  ? attend_rows<S, 96>
+             : dim == 128 ? attend_rows<S, 128>
+                          : nullptr;
+  if (!run) return false;
+  run(q, q_stride, keys, values, tables, table_width, lengths, out, rows, heads, kv_heads, page_size);
+  return true;
 }
 
 // out = silu(gate) * up. gate_up [T, 2 * size], out [T, size].
@@ -239,14 +319,15 @@ void linear(const bf16* x, const bf16* weight, const bf16* bias, bf16* y, int64_
     add_norm<S>(x, delta, weight, out, tokens, size, eps);                                                            \
   }                                                                                                                   \
   void rotate_store_##NAME(S* qkv, const S* cos, const S* sin, const int64_t* positions, const int64_t* slots,        \
-                           S* keys, S* values, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim) {        \
-    rotate_store<S>(qkv, cos, sin, positions, slots, keys, values, tokens, heads, kv_heads, dim);                     \
+                           S* keys, S* values, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim,          \
+                           int64_t page_size) {                                                                       \
+    rotate_store<S>(qkv, cos, sin, positions, slots, keys, values, tokens, heads, kv_heads, dim, page_size);          \
   }                                                                                                                   \
-  void attend_pages_##NAME(const S* q, int64_t q_stride, const S* keys, const S* values, const int64_t* tables,       \
+  int attend_pages_##NAME(const S* q, int64_t q_stride, const S* keys, const S* values, const int64_t* tables,       \
                            int64_t table_width, const int64_t* lengths, S* out, int64_t rows, int64_t heads,          \
                            int64_t kv_heads, int64_t dim, int64_t page_size) {                                        \
-    attend_pages<S>(q, q_stride, keys, values, tables, table_width, lengths, out, rows, heads, kv_heads, dim,         \
-                    page_size);                                                                                       \
+    return attend_pages<S>(q, q_stride, keys, values, tables, table_width, lengths, out, rows, heads, kv_heads, dim,  \
+                           page_size);                                                                                \
   }                                                                                                                   \
   void silu_mul_##NAME(const S* gate_up, S* out, int64_t tokens, int64_t size) {                                      \
     silu_mul<S>(gate_up, out, tokens, size);                                                                          \

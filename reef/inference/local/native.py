@@ -32,26 +32,27 @@ _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-
 _COMPILE_SECONDS = 120
 _PACKED_OUTPUTS = 32
 _SHORT_PREFILL = 32
+_HEAD_DIMS = (16, 32, 64, 80, 96, 128)
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-def make_ops(kernels: str, device: torch.device) -> Ops:
+def make_ops(kernels: str, device: torch.device, head_dim: int) -> Ops:
     """`kernels` is "auto" or "torch"."""
-    if kernels == "torch" or device.type != "cpu":
+    if kernels == "torch" or device.type != "cpu" or head_dim not in _HEAD_DIMS:
         return Ops()
     library = _library()
     return Ops() if library is None else NativeOps(library)
 
 
 class NativeOps(Ops):
-    """Ops on CPU tensors in float32 and bfloat16. Every tensor that a kernel sees is contiguous, or its stride is given."""
+    """Ops on CPU tensors in float32 and bfloat16, contiguous but for the queries of attention."""
 
     row_tables_up_to = _SHORT_PREFILL
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._add_norm = _by_dtype(library, "add_norm", "ppppiif")
         self._silu_mul = _by_dtype(library, "silu_mul", "ppii")
-        self._rotate_store = _by_dtype(library, "rotate_store", "pppppppiiii")
+        self._rotate_store = _by_dtype(library, "rotate_store", "pppppppiiiii")
         self._attend_pages = _by_dtype(library, "attend_pages", "pippipppiiiii")
         # Compiled only for CPUs that multiply bfloat16.
         self._linear = _function(library, "linear_bfloat16", "ppppiii") if hasattr(library, "linear_bfloat16") else None
@@ -107,6 +108,7 @@ class NativeOps(Ops):
             num_heads - 2 * num_kv_heads,
             num_kv_heads,
             head_dim,
+            1 if plan.kv is None else plan.kv.page_size,
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: AttentionPlan) -> Tensor:

@@ -28,7 +28,7 @@ class Ops:
         if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
             # oneDNN's own layout is about twice as fast for few tokens.
             packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-            return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
+            return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
         return lambda x: F.linear(x, weight, bias)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -61,9 +61,10 @@ class Ops:
         row_cos, row_sin = cos[positions][:, None], sin[positions][:, None]
         turned.copy_(torch.cat((first * row_cos - second * row_sin, second * row_cos + first * row_sin), dim=-1))
         if plan.kv is not None:
-            shape = (-1, num_kv_heads, heads.shape[-1])
-            plan.kv.keys[layer].view(shape).index_copy_(0, plan.slots, heads[:, -2 * num_kv_heads : -num_kv_heads])
-            plan.kv.values[layer].view(shape).index_copy_(0, plan.slots, heads[:, -num_kv_heads:])
+            assert plan.slots is not None
+            pages, offsets = plan.slots // plan.kv.page_size, plan.slots % plan.kv.page_size
+            plan.kv.keys[layer][pages, :, offsets] = heads[:, -2 * num_kv_heads : -num_kv_heads]
+            plan.kv.values[layer][pages, :, offsets] = heads[:, -num_kv_heads:]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: AttentionPlan) -> Tensor:
         """q [T, heads, D], k and v [T, kv_heads, D], stored already -> [T, heads, D]."""

@@ -95,9 +95,7 @@ class Runner:
         batch = Batch(
             token_ids=torch.tensor(token_ids, device=model.device),
             positions=torch.from_numpy(np.concatenate(positions)).to(model.device),
-            attention=plan_paged(
-                stretches, self.kv, model.dtype, model.device, row_tables_up_to=model.ops.row_tables_up_to
-            ),
+            attention=plan_paged(stretches, self.kv, model.ops.row_tables_up_to),
             lora=self._lora(works),
         )
         weights = self._loads[works[0].sequence.load_id].weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -128,14 +128,15 @@ def wait_until_started(
     built: Sequence[Future[Any]], names: Sequence[str], timeout: float, give_up: Callable[[], None]
 ) -> None:
     """Wait for every constructor under one deadline; on the first failure call `give_up` and raise WorkerDied."""
-    deadline = time.monotonic() + timeout
-    for future, name in zip(built, names, strict=True):
-        try:
-            future.result(max(0.0, deadline - time.monotonic()))
-        except Exception as error:
-            late = isinstance(error, TimeoutError) and not future.done()
-            give_up()
-            if isinstance(error, WorkerDied):
-                raise
-            cause = f"not ready within {timeout:g} s" if late else f"{type(error).__name__}: {error}"
-            raise WorkerDied(f"{name} could not start: {cause}") from error
+    done, pending = wait(built, timeout, return_when=FIRST_EXCEPTION)
+    failed = [(name, future.exception()) for name, future in zip(names, built, strict=True) if future in done]
+    name, error = next(((name, error) for name, error in failed if error is not None), ("", None))
+    if error is None and not pending:
+        return
+    give_up()
+    if isinstance(error, WorkerDied):
+        raise error
+    if error is not None:
+        raise WorkerDied(f"{name} could not start: {type(error).__name__}: {error}") from error
+    late = ", ".join(name for name, future in zip(names, built, strict=True) if future in pending)
+    raise WorkerDied(f"{late} could not start: not ready within {timeout:g} s")

@@ -8,6 +8,10 @@ import msgspec
 
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
+PROCESS_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""For the worker's process. Torch's threads otherwise spin while they wait for each other, which makes a step many
+times slower when there are more busy threads than cores; libgomp reads it once, when torch is imported."""
+
 
 class TorchConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, rename="kebab"):
     """How candidates are trained. One optimizer step makes one candidate."""

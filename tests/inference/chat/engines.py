@@ -34,6 +34,7 @@ class FakeEngine(InferenceHandler):
     aborted: list[str] = field(default_factory=list)
     running: int = 0
     script_of: Callable[[GenerateRequest], Script] | None = None
+    on_request: Callable[[], None] = lambda: None
 
     async def connect(self) -> None:
         pass
@@ -51,6 +52,7 @@ class FakeEngine(InferenceHandler):
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         script = self.script_of(request) if self.script_of else self.script
         self.seen.append(request)
+        self.on_request()
         if script.refuse is not None:
             raise script.refuse
         self.running += 1
