@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch is imported; spinning threads starve others
 
 # A busy machine is slow, and that is no failure of a property.
 settings.register_profile("reef", deadline=None)

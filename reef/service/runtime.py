@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,9 +14,8 @@ from reef import __version__
 from reef.artifact import chain
 from reef.artifact.base import base_content_id
 from reef.artifact.content import DirectoryContentStore
-from reef.errors import EngineError, NotFound, StorageError
-from reef.inference.chat.messages import Message
-from reef.inference.chat.service import ChatRequest, ChatService
+from reef.errors import NotFound, StorageError
+from reef.inference.chat.service import ChatService
 from reef.inference.chat.tokenizer import ChatTokenizer
 from reef.inference.local.backend import LocalBackend
 from reef.inference.local.client import LocalHandler
@@ -44,6 +42,7 @@ from reef.runtime.scheduler import TrainingCoordinator
 from reef.scenario.scenario import Scenario, Services
 from reef.service.config import NoTraining, ReefConfig
 from reef.train.torch_backend.backend import TorchBackend
+from reef.train.torch_backend.config import PROCESS_ENVIRONMENT
 
 log = logging.getLogger("reef.service")
 
@@ -61,23 +60,7 @@ class PinnedSampler(CandidateSampler):
         self._loads = {True: candidate, False: incumbent}
 
     async def chat(self, messages: list[dict[str, Any]], sampling: SamplingParams, *, candidate: bool) -> str:
-        """Raises EngineError if the engine cut the answer short."""
-        stream = await self._chat.start(
-            ChatRequest(
-                request_id=f"evaluation-{uuid.uuid4().hex}",
-                messages=[Message(role=turn["role"], content=turn["content"]) for turn in messages],
-                sampling=sampling,
-                max_tokens=sampling.max_tokens,
-                runtime_load_id=self._loads[candidate],
-            )
-        )
-        try:
-            async for delta in stream:
-                if delta.error is not None:
-                    raise EngineError(delta.error)
-            return stream.choices[0].text
-        finally:
-            await stream.close()
+        return await self._chat.complete(messages, sampling, runtime_load_id=self._loads[candidate])
 
 
 class Deployment:
@@ -120,9 +103,7 @@ class Deployment:
             read_threads=config.storage.read_threads,
         )
         self._contents = contents = DirectoryContentStore(data / "artifacts")
-        engines = LocalBackend(
-            config.inference, self._engine_executor, num_engines=config.inference.engines, base_content_id=base
-        )
+        engines = LocalBackend(config.inference, self._engine_executor, base_content_id=base)
         self.handler: InferenceHandler = LocalHandler(engines.socket_paths)
         tokenizer = await asyncio.to_thread(ChatTokenizer.load, model)
         self.chat = ChatService(tokenizer, self.handler)
@@ -164,6 +145,7 @@ class Deployment:
             worker,
             kwargs_per_rank,
             name=name,
+            env_per_rank=[PROCESS_ENVIRONMENT] * len(kwargs_per_rank),
             log_directory=self.data / "logs",
             start_timeout=execution.start_timeout,
         )

@@ -41,7 +41,6 @@ class LocalBackend(InferenceBackend):
         config: LocalConfig,
         make_executor: ExecutorFactory,
         *,
-        num_engines: int | None = None,
         base_content_id: str = "",
         control_timeout: float = 120.0,
         close_timeout: float = 10.0,
@@ -51,7 +50,7 @@ class LocalBackend(InferenceBackend):
         self._base_content_id = base_content_id
         self._control_timeout = control_timeout
         self._close_timeout = close_timeout
-        self._names = [f"engine-{rank}" for rank in range(num_engines or config.engines)]
+        self._names = [f"engine-{rank}" for rank in range(config.engines)]
         self._directory: Path | None = None  # exists from start to close
         self._executor: Executor | None = None
         self._dtype: str | None = None
