@@ -235,9 +235,13 @@ def _ratio(left: str, right: str) -> float:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads `1e-4` as a number, as YAML 1.2 does."""
+    """SafeLoader that reads `1e-4` as a number, as YAML 1.2 does, and dates as text."""
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
@@ -257,7 +261,7 @@ def _from_file(path: Path) -> dict[str, Setting]:
         raise ConfigError(f"{path}:{line}: {error.problem}") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is nested too deeply") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a scalar such as 2024-13-45
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a scalar such as `!!int x`
         raise ConfigError(f"{path} is not YAML: {error}") from error
     settings: dict[str, Setting] = {}
     nodes = {key.value: value for key, value in root.value} if isinstance(root, yaml.MappingNode) else {}

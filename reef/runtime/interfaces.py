@@ -459,7 +459,7 @@ class TrainingBackend(ABC):
     def train(self, job: TrainJob) -> TrainResult:
         """One optimizer step from the incumbent. Writes under `job.output_path` and changes nothing else.
 
-        Raises TrainingError (bad batch, non-finite loss), WorkerDied.
+        Raises TrainingError (bad batch, non-finite loss), StorageError (the disk refused), WorkerDied.
         """
 
     @abstractmethod

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from reef.artifact.content import DirectoryContentStore
 
+from reef.artifact.content import DirectoryContentStore
 from reef.errors import BarrierError, Conflict, EngineError, TrainingError, VerificationError, WorkerDied
 from reef.runtime.interfaces import (
     BASE_LOAD_ID,

@@ -10,6 +10,7 @@ from typing import Any
 
 from reef.errors import ConfigError, InvalidRequest
 from reef.inference.chat.messages import Message
+from reef.inference.source import model_source
 
 INLINE_CHARACTERS = 2000
 """Longer texts are tokenized on a thread: at about 1 us a character they would hold up the event loop."""
@@ -40,11 +41,15 @@ class ChatTokenizer:
         self.render([Message(role="user", content="")])  # the first rendering imports and compiles; do it here
 
     @classmethod
-    def load(cls, directory: Path | str) -> ChatTokenizer:
-        """Load from a model directory. Blocking; reads files."""
+    def load(cls, path: Path | str) -> ChatTokenizer:
+        """Load from a model directory or GGUF file. Blocking; reads files. Raises ConfigError."""
         from transformers import AutoTokenizer
 
-        return cls(AutoTokenizer.from_pretrained(directory))
+        source, options = model_source(Path(path))
+        try:
+            return cls(AutoTokenizer.from_pretrained(source, **options))
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"cannot read the tokenizer of the model at {path}: {error}") from error
 
     def render(self, messages: Sequence[Message]) -> str:
         """Render the conversation up to where the assistant's turn begins.

@@ -27,7 +27,7 @@ from reef.inference.local.sampler import Row, Sampled, sample
 from reef.inference.local.scheduler import Scheduler, Work
 from reef.inference.local.sequence import Sequence
 from reef.inference.local.validation import check_request
-from reef.inference.local.weights import end_token_ids, load_tokenizer, read_config
+from reef.inference.local.weights import end_token_ids, read_config
 from reef.runtime.interfaces import (
     BASE_LANE,
     Ending,
@@ -335,7 +335,7 @@ class LocalEngine:
     def _text_stream(self, stop: list[str]) -> TextStream:
         if self._tokenizer is None:
             try:
-                self._tokenizer = load_tokenizer(self._path)
+                self._tokenizer = ChatTokenizer.load(self._path)
             except ConfigError as error:
                 raise InvalidRequest(f"stop strings need the model's tokenizer: {error}", "sampling.stop") from error
         return TextStream(self._tokenizer, stop)

@@ -11,11 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from reef.errors import ConfigError, EngineError
-from reef.inference.chat.tokenizer import ChatTokenizer
+from reef.errors import EngineError
 from reef.inference.local.lora import Part
 from reef.inference.local.model import LayerWeights, ModelSpec, ModelWeights
 from reef.inference.local.ops import Linear, Ops
+from reef.inference.source import model_source
 
 _INDEX = "model.safetensors.index.json"
 
@@ -25,7 +25,7 @@ def read_config(path: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        source, options = _source(path)
+        source, options = model_source(path)
         return AutoConfig.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError) as error:
         raise EngineError(f"cannot read the model's config: {error}") from error
@@ -36,7 +36,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
     A GGUF file is dequantized by transformers. Several safetensors files are joined by their index.
     """
-    source, options = _source(path)
+    source, options = model_source(path)
     if options:
         from transformers import AutoModelForCausalLM
 
@@ -64,29 +64,6 @@ def end_token_ids(path: Path, config: Any) -> frozenset[int]:
     if (path / "generation_config.json").exists():
         found.append(GenerationConfig.from_pretrained(path).eos_token_id)
     return frozenset(one for ids in found if ids is not None for one in (ids if isinstance(ids, list) else [ids]))
-
-
-def load_tokenizer(path: Path) -> ChatTokenizer:
-    """Raises ConfigError."""
-    from transformers import AutoTokenizer
-
-    source, options = _source(path)
-    try:
-        return ChatTokenizer(AutoTokenizer.from_pretrained(source, **options))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the tokenizer: {error}") from error
-
-
-def _source(path: Path) -> tuple[Path, dict[str, Any]]:
-    """A directory with safetensors, or the directory and name of a GGUF file as transformers wants them."""
-    if path.is_file():
-        return path.parent, {"gguf_file": path.name}
-    if not path.is_dir():
-        raise EngineError(f"there is no model at {path}")
-    files = sorted(path.glob("*.gguf"))
-    if files and not (path / "model.safetensors").exists() and not (path / _INDEX).exists():
-        return path, {"gguf_file": files[0].name}
-    return path, {}
 
 
 def projection_parts(spec: ModelSpec) -> dict[str, Part]:
