@@ -199,7 +199,7 @@ def test_release_and_restore_memory(tiny_model, paths, models):
     tested, answers = ready(tiny_model, paths), {}
     with pytest.raises(EngineError, match="paused"):
         tested.release_memory()
-    tested.add(request("pinned", PROMPT, load="engine:1"))
+    tested.add(request("pinned", PROMPT[:9], load="engine:1"))
     start(tested, 5, answers)
     tested.pause(PauseMode.IN_PLACE)
     tested.activate("blue", "engine:2")
