@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIDDLE = {"records", "artifact", "inference", "train", "recipe"}
-BASE = {"reef", "errors", "interfaces"}
+BASE = {"reef", "errors", "points", "interfaces"}
 BELOW_SERVICE = BASE | MIDDLE | {"runtime", "scenario"}
 
 # Which rooms a room may import, besides itself.
 ALLOWED: dict[str, set[str]] = {
     "reef": set(),
     "errors": {"reef"},
+    "points": {"reef"},
     "interfaces": {"reef", "errors"},
     "client": {"reef", "errors"},
     **dict.fromkeys(MIDDLE, BASE),
@@ -36,7 +37,13 @@ ALLOWED: dict[str, set[str]] = {
 BASE_LIBRARIES = {"click", "httptools", "msgspec", "yaml", "rich", "starlette", "uvicorn", "uvloop"}
 
 # Packages whose modules may load heavy libraries when they are imported; their `config` modules may not.
-INTEGRATIONS = ("reef.inference.local", "reef.train.torch_backend", "reef.train.objectives", "reef.demo")
+INTEGRATIONS = (
+    "reef.inference.local",
+    "reef.train.torch_backend",
+    "reef.train.objectives",
+    "reef.runtime.executor.ray",
+    "reef.demo",
+)
 
 FORBIDDEN_NAMES = {"Protocol", "runtime_checkable", "TYPE_CHECKING"}
 TYPING = {"typing", "typing_extensions"}

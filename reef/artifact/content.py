@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from reef.errors import NotFound, StorageError
+from reef.points import Point, crossing
 from reef.runtime.interfaces import ContentStore
 
 _CHUNK = 4 * 1024 * 1024
@@ -70,6 +71,10 @@ class DirectoryContentStore(ContentStore):
         return _CONTENT_ID.fullmatch(content_id) is not None and (self._contents / content_id).is_dir()
 
     def retain(self, content_ids: set[str]) -> int:
+        with crossing(Point.RETAIN):
+            return self._delete_others(content_ids)
+
+    def _delete_others(self, content_ids: set[str]) -> int:
         freed = 0
         try:
             with self._stage() as stage:
@@ -101,7 +106,8 @@ class DirectoryContentStore(ContentStore):
         digest = _copy_file(source, staged)
         blob = self._blobs / digest
         try:
-            os.link(staged, blob)
+            with crossing(Point.BLOB):
+                os.link(staged, blob)
         except FileExistsError:
             shared = stage / "shared"
             try:
@@ -118,12 +124,13 @@ class DirectoryContentStore(ContentStore):
         for parent, _, _ in os.walk(staged, topdown=False):
             _sync_directory(Path(parent))
         _sync_directory(self._blobs)
-        try:
-            staged.rename(self._contents / content_id)
-        except OSError:
-            if not self.exists(content_id):
-                raise
-        _sync_directory(self._contents)
+        with crossing(Point.CHECKPOINT):
+            try:
+                staged.rename(self._contents / content_id)
+            except OSError:
+                if not self.exists(content_id):
+                    raise
+            _sync_directory(self._contents)
 
     @contextmanager
     def _stage(self) -> Iterator[Path]:

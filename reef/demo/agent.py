@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import openai
 
 from reef.demo.task import MAX_TOKENS, Example, score
-from reef.errors import NotFound, TrainingError, Unavailable
+from reef.errors import TrainingError, Unavailable
+
+T = TypeVar("T")
 
 RECEIPT_HEADER = "x-reef-agent-record-id"
 SCENARIO_HEADER = "x-reef-scenario"
@@ -91,15 +93,18 @@ class Agent:
         await self._reef.aclose()
 
     async def ask(self, example: Example, temperature: float, seed: int | None = None) -> Graded:
-        """One chat completion, graded."""
+        """One chat completion, graded. Raises Unavailable."""
         async with self._gate:
-            raw = await self._openai.chat.completions.with_raw_response.create(
-                model=self._model,
-                messages=example.chat,
-                max_tokens=MAX_TOKENS,
-                temperature=temperature,
-                seed=seed,
-            )
+            try:
+                raw = await self._openai.chat.completions.with_raw_response.create(
+                    model=self._model,
+                    messages=example.chat,
+                    max_tokens=MAX_TOKENS,
+                    temperature=temperature,
+                    seed=seed,
+                )
+            except openai.OpenAIError as error:
+                raise Unavailable(f"the model did not answer: {error!r}") from error
         completion = raw.parse()
         answer = completion.choices[0].message.content or ""
         return Graded(
@@ -112,9 +117,7 @@ class Agent:
 
     async def evaluate(self, examples: Sequence[Example]) -> list[Graded]:
         """Greedy answers, in the order of `examples`."""
-        async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(self.ask(example, temperature=0.0)) for example in examples]
-        return [task.result() for task in asked]
+        return await _all(self.ask(example, temperature=0.0) for example in examples)
 
     async def step(
         self, number: int, batch: Sequence[Example], rollouts: int, note: Callable[[str], None] = lambda doing: None
@@ -127,28 +130,20 @@ class Agent:
         before = await self._learned()
         note(f"asking the model for {len(batch) * rollouts} answers")
         began = time.perf_counter()
-        async with asyncio.TaskGroup() as tasks:
-            groups = [
-                [
-                    tasks.create_task(self.ask(example, 1.0, seed=self._sampling_seed(number, index, rollout)))
-                    for rollout in range(rollouts)
-                ]
-                for index, example in enumerate(batch)
-            ]
+        places = [(index, rollout) for index in range(len(batch)) for rollout in range(rollouts)]
+        graded = await _all(self.ask(batch[index], 1.0, self._sampling_seed(number, index, n)) for index, n in places)
         answered = time.perf_counter()
         note("reporting the scores; Reef trains, evaluates and publishes")
-        graded = [[task.result() for task in group] for group in groups]
-        async with asyncio.TaskGroup() as tasks:
-            for index, group in enumerate(graded):
-                for item in group:
-                    tasks.create_task(self._report(item, f"step-{number}-prompt-{index}", rollouts))
+        await _all(
+            self._report(item, f"step-{number}-prompt-{index}", rollouts)
+            for item, (index, _) in zip(graded, places, strict=True)
+        )
         commit = await self._next_commit(before)
-        everything = [item for group in graded for item in group]
         return Step(
             number=number,
-            sample=everything[0],
-            mean_score=mean_score(everything),
-            tokens=sum(item.tokens for item in everything),
+            sample=graded[0],
+            mean_score=mean_score(graded),
+            tokens=sum(item.tokens for item in graded),
             answer_seconds=answered - began,
             learn_seconds=time.perf_counter() - answered,
             outcome=commit["kind"],
@@ -206,18 +201,28 @@ class Agent:
         return await self._post(f"/reef/scenarios/{self._scenario}/rollback", {"release_id": release_id})
 
     async def _get(self, rest: str, **query: int) -> dict[str, Any]:
-        return _checked(await self._reef.get(f"/reef/scenarios/{self._scenario}{rest}", params=query))
+        return await self._call("GET", f"/reef/scenarios/{self._scenario}{rest}", params=query)
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return _checked(await self._reef.post(path, json=body))
+        return await self._call("POST", path, json=body)
+
+    async def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
+        """The JSON answer. Raises Unavailable, with the server's own words where it had any."""
+        try:
+            response = await self._reef.request(method, path, **arguments)
+        except httpx.HTTPError as error:
+            raise Unavailable(f"{method} {path} was not answered: {error!r}") from error
+        if response.is_error:
+            raise Unavailable(f"{method} {path} answered {response.status_code}: {response.text}")
+        answer: dict[str, Any] = response.json()
+        return answer
 
 
-def _checked(response: httpx.Response) -> dict[str, Any]:
-    """The JSON answer. Raises NotFound or Unavailable with the server's own words."""
-    if response.is_error:
-        kind = NotFound if response.status_code == 404 else Unavailable
-        raise kind(
-            f"{response.request.method} {response.request.url.path} answered {response.status_code}: {response.text}"
-        )
-    answer: dict[str, Any] = response.json()
-    return answer
+async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order; the first failure ends the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
+    return [task.result() for task in tasks]

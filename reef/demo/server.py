@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from reef.client import ReefClient
@@ -21,15 +22,14 @@ TERMINATE_SECONDS = 25.0
 
 
 class Server:
-    """One `reef serve` with `flags` (dotted key -> value); its output goes to `log`."""
+    """One `reef serve` with these command-line arguments; its output goes to `log`."""
 
-    def __init__(self, flags: Mapping[str, object], log: Path) -> None:
-        self._log = log
-        self._options = [f"--{key}={value}" for key, value in flags.items()]
+    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+        self._arguments, self._log = arguments, log
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        # The deployment is what the flags say: no reef.yaml of the current directory, no REEF_SECTION__KEY variables.
+        # The deployment is what the arguments say: no reef.yaml of this directory, no REEF_SECTION__KEY variables.
         environment = {name: value for name, value in os.environ.items() if not _configures_reef(name)}
         source = str(Path(__file__).resolve().parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, environment.get("PYTHONPATH")]))
@@ -37,7 +37,7 @@ class Server:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "reef.cli", "serve", *self._options],
+                [sys.executable, "-m", "reef.cli", "serve", *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -68,6 +68,15 @@ class Server:
             time.sleep(0.1)
         raise Unavailable(f"reef serve was not ready within {timeout:.0f} s ({reason})\n{self.tail()}")
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def check(self) -> None:
         """Raises WorkerDied, with the end of the log, if the process is gone."""
         assert self._process is not None
@@ -79,17 +88,18 @@ class Server:
         return "\n".join(self._text().splitlines()[-TAIL_LINES:])
 
     def stop(self) -> None:
-        """Ask it to end; kill it with its workers if it does not."""
-        if self._process is None:
+        """Ask it to end; kill what is left of it and its workers."""
+        process, self._process = self._process, None
+        if process is None:
             return
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(TERMINATE_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
-        self._process = None
+        process.terminate()
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(TERMINATE_SECONDS)
+        finally:  # also when a second Ctrl-C cuts the waiting short
+            with suppress(ProcessLookupError):  # the normal case: nobody is left in its process group
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def _text(self) -> str:
         return self._log.read_text(errors="replace")

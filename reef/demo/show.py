@@ -101,7 +101,7 @@ class Screen:
                 item.example.expected,
                 f"[{colour}]{item.score:.1f}[/]",
             )
-        self.say(Padding(table, (0, 0, 0, INDENT)))
+        self.say(Padding(table, (0, 0, 0, INDENT), expand=False))
 
     def chain(self, releases: Sequence[dict[str, Any]]) -> None:
         """The release chain, oldest first."""
@@ -117,7 +117,7 @@ class Screen:
             content = release["content_id"].rpartition(":")[2][:12]
             cells = (str(release["number"]), release["kind"], release["release_id"], content)
             table.add_row(*cells, release["runtime_load_id"], note)
-        self.say(Padding(table, (0, 0, 0, INDENT)))
+        self.say(Padding(table, (0, 0, 0, INDENT), expand=False))
 
 
 class TrainingView:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from reef.errors import Conflict, NotFound
+from reef.points import Point, crossing
 from reef.runtime.interfaces import Commit, Consumption, Disposition, Release, ReleaseKind, ScenarioState
 
 
@@ -83,24 +84,30 @@ def apply_commit(connection: sqlite3.Connection, commit: Commit) -> Commit:
     _refuse_second_commit_of_job(connection, commit)
     _check_head(commit, state.head)
     stored = replace(commit, step=state.step + 1)
-    if stored.release is not None:
-        _insert_release(connection, stored.release)
     connection.execute(
-        "UPDATE scenarios SET head = ?, step = ?, algorithm_state = ? WHERE scenario = ?",
+        "UPDATE scenarios SET step = ?, algorithm_state = ? WHERE scenario = ?",
         (
-            state.head.release_id if stored.release is None else stored.release.release_id,
             stored.step,
             _json(state.algorithm_state if stored.algorithm_state is None else stored.algorithm_state),
             stored.scenario,
         ),
     )
+    if stored.release is not None:
+        with crossing(Point.HEAD):
+            _move_head(connection, stored.release)
     connection.execute(
         "INSERT INTO commits VALUES (?, ?, ?, ?, ?, ?)",
         (stored.scenario, stored.step, stored.commit_id, stored.job_id, digest, _json(replace(stored, consumed=[]))),
     )
-    for position, consumption in enumerate(stored.consumed):
-        _consume(connection, stored, position, consumption)
+    with crossing(Point.CONSUMPTION):
+        for position, consumption in enumerate(stored.consumed):
+            _consume(connection, stored, position, consumption)
     return stored
+
+
+def _move_head(connection: sqlite3.Connection, release: Release) -> None:
+    _insert_release(connection, release)
+    connection.execute("UPDATE scenarios SET head = ? WHERE scenario = ?", (release.release_id, release.scenario))
 
 
 def read_commit_by_job(connection: sqlite3.Connection, job_id: str) -> Commit | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from reef.errors import Conflict, StorageError
+from reef.points import Point
 from reef.records import chain, schema
 from reef.records.codec import Encoded, decode, encode
 from reef.records.writer import GroupWriter
@@ -29,6 +30,11 @@ from reef.runtime.interfaces import (
 T = TypeVar("T")
 
 _LARGE = 64 * 1024  # bytes; compressing more than this would hold up the event loop for milliseconds
+_APPENDS = {
+    RecordKind.INFERENCE: Point.APPEND_RECORD,
+    RecordKind.REPORT: Point.APPEND_REPORT,
+    RecordKind.INSTRUCTION: Point.APPEND_INSTRUCTION,
+}
 _COLUMNS = "r.kind, r.record_id, r.scenario, r.created_at, r.seq, r.digest, r.payload"
 
 
@@ -74,7 +80,9 @@ class SqliteStorage(Storage):
 
     async def append(self, record: Record) -> Record:
         encoded = await asyncio.to_thread(encode, record) if _size(record) > _LARGE else encode(record)
-        sequence, created_at = await self._write(lambda connection: _append(connection, encoded))
+        sequence, created_at = await self._write(
+            lambda connection: _append(connection, encoded), _APPENDS[encoded.kind]
+        )
         stored = encoded.record
         stored.sequence, stored.created_at = sequence, created_at
         return stored
@@ -110,7 +118,7 @@ class SqliteStorage(Storage):
         return await self._read(lambda connection: _counts(connection, scenario))
 
     async def create_scenario(self, base: Release) -> ScenarioState:
-        return await self._write(lambda connection: chain.create_scenario(connection, base))
+        return await self._write(lambda connection: chain.create_scenario(connection, base), Point.CREATE_SCENARIO)
 
     async def scenario(self, scenario: str) -> ScenarioState | None:
         return await self._read(lambda connection: chain.read_scenario(connection, scenario))
@@ -119,7 +127,8 @@ class SqliteStorage(Storage):
         return await self._read(chain.read_scenarios)
 
     async def commit(self, commit: Commit) -> Commit:
-        return await self._write(lambda connection: chain.apply_commit(connection, commit))
+        point = Point.WRITE_OFF if commit.release is None else Point.COMMIT
+        return await self._write(lambda connection: chain.apply_commit(connection, commit), point)
 
     async def commit_by_job(self, job_id: str) -> Commit | None:
         return await self._read(lambda connection: chain.read_commit_by_job(connection, job_id))
@@ -134,16 +143,16 @@ class SqliteStorage(Storage):
         return await self._read(lambda connection: chain.read_release(connection, scenario, release_id))
 
     async def next_load_sequence(self) -> int:
-        return await self._write(_next_load)
+        return await self._write(_next_load, Point.LOAD_SEQUENCE)
 
     async def check(self) -> None:
         """Write 32 KiB, so that the last free page of a full disk does not pass for health."""
         await self._write(lambda connection: connection.execute("UPDATE probe SET filler = randomblob(32768)"))
 
-    async def _write(self, operation: Callable[[sqlite3.Connection], T]) -> T:
+    async def _write(self, operation: Callable[[sqlite3.Connection], T], point: Point | None = None) -> T:
         if self._writer is None:
             raise StorageError(f"{self._path} is not open")
-        return await self._writer.submit(operation)
+        return await self._writer.submit(operation, point)
 
     async def _read(self, query: Callable[[sqlite3.Connection], T]) -> T:
         if self._readers is None:

@@ -19,10 +19,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from reef.errors import StorageError
+from reef.points import Point, crossing
 
 T = TypeVar("T")
 Operation = Callable[[sqlite3.Connection], Any]
-Waiting = tuple[Operation, asyncio.Future[Any]]
+Waiting = tuple[Operation, Point | None, asyncio.Future[Any]]
 Outcome = tuple[asyncio.Future[Any], Any, Exception | None]
 
 # These mean that the caller's values or conditions are wrong; every other error of SQLite condemns the transaction.
@@ -47,7 +48,7 @@ class GroupWriter:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def submit(self, operation: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
+    def submit(self, operation: Callable[[sqlite3.Connection], T], point: Point | None = None) -> asyncio.Future[T]:
         """Run `operation` in the next group. The future resolves when its transaction is durable.
 
         What `operation` raises undoes and fails it alone; a failed transaction fails the group with StorageError.
@@ -58,7 +59,7 @@ class GroupWriter:
         if not self._gathering:
             # Handed over after this turn of the loop, so that all tasks woken together end up in one group.
             self._loop.call_soon(self._hand_over)
-        self._gathering.append((operation, future))
+        self._gathering.append((operation, point, future))
         return future
 
     async def close(self) -> None:
@@ -91,7 +92,8 @@ class GroupWriter:
                     received = self._queue.get_nowait()
                 except queue.Empty:
                     break
-            outcomes = self._commit(group) if group else []
+            with crossing(*{point for _, point, _ in group if point is not None}):
+                outcomes = self._commit(group) if group else []
             with contextlib.suppress(RuntimeError):  # the loop is gone, and with it everyone who waited
                 loop.call_soon_threadsafe(_settle, outcomes)
         if self._connection is not None:
@@ -102,11 +104,11 @@ class GroupWriter:
             if self._connection is None:
                 self._connection = self._connect()
             self._connection.execute("BEGIN IMMEDIATE")
-            outcomes = [self._apply(self._connection, operation, future) for operation, future in group]
+            outcomes = [self._apply(self._connection, operation, future) for operation, _, future in group]
             self._connection.execute("COMMIT")
         except (sqlite3.Error, StorageError) as error:
             self._roll_back()
-            return [(future, None, self._failure(error)) for _, future in group]
+            return [(future, None, self._failure(error)) for _, _, future in group]
         return outcomes
 
     def _apply(self, connection: sqlite3.Connection, operation: Operation, future: asyncio.Future[Any]) -> Outcome:

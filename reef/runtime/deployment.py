@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from reef.errors import BarrierError, EngineUncertain, ReefError, WorkerDied
+from reef.points import Point, crossing
 from reef.runtime.interfaces import (
     Candidate,
     EngineReport,
@@ -191,10 +192,13 @@ class CoordinatorRuntime(TrainingRuntime):
             log.warning("the %s was replaced", component)
         except ReefError as error:
             log.warning("replacing the %s failed: %s", component, error)
+        except Exception:  # the supervisor must outlive any failed repair: it tries again within its budget
+            log.exception("replacing the %s failed", component)
         finally:
             self.repairing = None
 
     def _restart_trainer(self) -> None:
         assert self._trainer is not None
-        self._trainer.close()
-        self._trainer.start()
+        with crossing(Point.RESTART_TRAINER):
+            self._trainer.close()
+            self._trainer.start()

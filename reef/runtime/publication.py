@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from reef.errors import EngineError, VerificationError
+from reef.points import Point, crossing
 from reef.runtime.interfaces import (
     BASE_LOAD_ID,
     Candidate,
@@ -61,7 +62,12 @@ class Publication:
 
         Raises EngineError, EngineUncertain, VerificationError.
         """
-        self._engines.stage(self.load_of(candidate.runtime_load_id, candidate.content_id))
+        with crossing(Point.STAGE):
+            self._engines.stage(self.load_of(candidate.runtime_load_id, candidate.content_id))
+        with crossing(Point.PROBE):
+            self._prove(candidate)
+
+    def _prove(self, candidate: Candidate) -> None:
         served = self._engines.score(candidate.runtime_load_id, self._probe)
         if candidate.content_id == self._base_content_id:
             if served != self._engines.score(BASE_LOAD_ID, self._probe):
@@ -72,11 +78,17 @@ class Publication:
 
     def pause(self) -> None:
         """The barrier. Raises BarrierError."""
-        self._engines.pause(self._pause_mode)
+        with crossing(Point.PAUSE):
+            self._engines.pause(self._pause_mode)
 
     def switch(self, candidate: Candidate) -> None:
         """Point the lane at the staged candidate while paused; verify it on every engine. Raises VerificationError."""
-        self._engines.activate(candidate.scenario, candidate.runtime_load_id)
+        with crossing(Point.SWITCH):
+            self._engines.activate(candidate.scenario, candidate.runtime_load_id)
+        with crossing(Point.VERIFY):
+            self._verify_switch(candidate)
+
+    def _verify_switch(self, candidate: Candidate) -> None:
         for report in self._engines.reports():
             lane = report.lanes.get(candidate.scenario)
             content = report.loads.get(candidate.runtime_load_id)
@@ -90,7 +102,7 @@ class Publication:
         """The release is committed: resume, then free what it replaced."""
         previous = self._heads.get(release.scenario)
         self._heads[release.scenario] = release  # first: engines replaced from here on must get this head
-        self._engines.resume()
+        self._resume()
         if previous is not None and previous.runtime_load_id != release.runtime_load_id:
             self._drop(previous.runtime_load_id)
 
@@ -99,15 +111,20 @@ class Publication:
         if switched:
             head = self._heads[candidate.scenario]
             self._engines.activate(candidate.scenario, head.runtime_load_id)
-            self._engines.resume()
+            self._resume()
         self._drop(candidate.runtime_load_id)
+
+    def _resume(self) -> None:
+        with crossing(Point.RESUME):
+            self._engines.resume()
 
     def _drop(self, runtime_load_id: str) -> None:
         in_use = {BASE_LOAD_ID, *(head.runtime_load_id for head in self._heads.values())}
         if runtime_load_id in in_use:
             return
         try:
-            self._engines.drop(runtime_load_id)
+            with crossing(Point.DROP):
+                self._engines.drop(runtime_load_id)
         except EngineError as error:  # a leak, not a fault: it stays visible in the engine's report
             log.warning("load %s could not be freed: %s", runtime_load_id, error)
 
@@ -124,6 +141,12 @@ class Publication:
     def restore(self, heads: Sequence[Release], *, resume: bool) -> None:
         """Bring engines that have only the base load to the committed heads, under their original load IDs."""
         self._heads = {head.scenario: head for head in heads}
+        with crossing(Point.RESTORE):
+            self._restore(heads)
+        if resume:
+            self._resume()
+
+    def _restore(self, heads: Sequence[Release]) -> None:
         self._engines.pause(PauseMode.IN_PLACE)
         for head in heads:
             self._engines.stage(self.load_of(head.runtime_load_id, head.content_id))
@@ -132,12 +155,11 @@ class Publication:
             wrong = {head.scenario for head in heads if report.lanes.get(head.scenario) != head.runtime_load_id}
             if wrong:
                 raise VerificationError(f"{report.engine}: lanes {sorted(wrong)} do not serve their committed heads")
-        if resume:
-            self._engines.resume()
 
     def rebuild(self, *, resume: bool) -> None:
         """Replace every engine, then restore the committed heads."""
-        self._engines.restart()
+        with crossing(Point.RESTART_ENGINES):
+            self._engines.restart()
         self.generation += 1
         self.restore(list(self._heads.values()), resume=resume)
 

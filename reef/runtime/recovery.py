@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from reef.errors import StorageError
+from reef.points import Point, crossing
 from reef.runtime.interfaces import Marker
 
 
@@ -38,10 +39,14 @@ class MarkerFile:
         """Return when the marker is on disk."""
         marker.updated_at = time.time()
         body = msgspec.json.encode(marker)
+        with crossing(Point[f"MARKER_{marker.state.name}"]):
+            self._replace(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+
+    def _replace(self, content: bytes) -> None:
         scratch = self._path.with_suffix(".partial")
         try:
             with scratch.open("wb") as file:
-                file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             scratch.rename(self._path)

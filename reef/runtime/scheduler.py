@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from reef.errors import BarrierError, Conflict, EngineError, ReefError, TrainingError, WorkerDied
+from reef.points import Point, crossing
 from reef.runtime.interfaces import (
     Candidate,
     ContentStore,
@@ -77,7 +78,8 @@ class TrainingCoordinator:
         marker = Marker(job_id=job.job_id, scenario=job.scenario, state=MarkerState.RUNNING, updated_at=0.0)
         self._marker.write(marker)
         try:
-            result = self._trainer.train(job)
+            with crossing(Point.TRAIN):
+                result = self._trainer.train(job)
         except WorkerDied:
             raise
         except ReefError as error:

@@ -136,7 +136,7 @@ class Deployment:
         if isinstance(training, NoTraining):
             return None
         arguments = {"model_path": self.config.inference.model_path, "config": training}
-        return TorchBackend(training, self._executor("trainer", TORCH_WORKER, [arguments]))
+        return TorchBackend(training, lambda: self._executor("trainer", TORCH_WORKER, [arguments]))
 
     def _executor(self, name: str, worker: str, kwargs_per_rank: Sequence[Mapping[str, Any]]) -> Executor:
         execution = self.config.execution

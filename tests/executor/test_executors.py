@@ -1,26 +1,35 @@
-"""What both executors promise."""
+"""What every executor promises."""
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from reef.errors import EngineUncertain, InvalidRequest, WorkerDied
-from reef.runtime.executor import make_executor
+from reef.errors import EngineUncertain, InvalidRequest, ReefError, WorkerDied
+from reef.runtime.executor import MpExecutor, make_executor, resolve_kind
+from tests.executor.conftest import alive
 
 COUNTER = "tests.executor.workers:Counter"
 
 
-@pytest.fixture(params=["uni", "mp"])
-def executor(request):
-    executor = make_executor(request.param, COUNTER, [{"start": 0}, {"start": 10}], name="counter")
+PROCESSES = pytest.mark.parametrize("kind", ["mp", "ray"])
+
+
+@pytest.fixture(params=["uni", "mp", "ray"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def executor(kind, make):
+    executor = make(kind, COUNTER, [{"start": 0}, {"start": 10}], name="counter")
     executor.start()
-    yield executor
-    executor.close()
+    return executor
 
 
 def test_calls_reach_their_rank_and_keep_their_order(executor):
@@ -80,9 +89,8 @@ def test_close_finishes_what_was_sent_and_lets_the_worker_close(executor, tmp_pa
     executor.close()
 
 
-def test_a_failing_constructor_fails_the_start(executor):
-    kind = "uni" if executor.rpc(0, "where").result(10)[0] == os.getpid() else "mp"
-    broken = make_executor(kind, COUNTER, [{}, {"broken": True}], name="broken")
+def test_a_failing_constructor_fails_the_start(kind, make):
+    broken = make(kind, COUNTER, [{}, {"broken": True}], name="broken")
     with pytest.raises(WorkerDied, match=r"broken-1 could not start: ValueError: start must be >= 0, got -1") as caught:
         broken.start()
     assert isinstance(caught.value.__cause__, ValueError)
@@ -90,34 +98,180 @@ def test_a_failing_constructor_fails_the_start(executor):
         broken.rpc(0, "add").result(1)
 
 
-def test_a_start_is_bounded():
-    slow = make_executor("mp", "tests.executor.workers:Slow", [{}], name="slow", start_timeout=0.3)
-    began = time.monotonic()
-    with pytest.raises(WorkerDied, match=r"slow-0 could not start: not ready within 0.3 s"):
-        slow.start()
-    assert time.monotonic() - began < 5
+# What those promise whose workers can die.
 
 
-def test_one_failure_does_not_wait_for_the_others():
-    mixed = make_executor("mp", COUNTER, [{"delay": 30}, {"broken": True}], name="mixed")
+@PROCESSES
+def test_death_by_signal_fails_everything_pending(executor):
+    pending = [executor.rpc(0, "sleep", 30), executor.rpc(0, "add")]
+    while len(executor.pids) < 2:
+        time.sleep(0.02)
+    os.kill(executor.pids[0], signal.SIGKILL)
+    for future in pending:
+        with pytest.raises(WorkerDied, match=rf"counter-0 \(pid {executor.pids[0]}\)"):
+            future.result(5)
+    with pytest.raises(WorkerDied):
+        executor.rpc(0, "add").result(0)
+    assert "counter-0" in executor.health()
+    assert executor.rpc(1, "add").result(5) == 11
+
+
+@PROCESSES
+def test_the_death_of_an_idle_worker_is_noticed_and_told_once(kind, make):
+    heard, late = [], []
+    executor = make(kind, COUNTER, [{}, {}], name="counter")
+    executor.on_failure(heard.append)
+    executor.start()
+    executor.collective_rpc("add")[1].result(10)
+    for pid in executor.pids:
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while not heard and time.monotonic() < deadline:
+        time.sleep(0.02)
+    executor.close()
+    executor.on_failure(late.append)
+    assert len(heard) == len(late) == 1
+
+
+@PROCESSES
+def test_a_close_is_no_failure(kind, make):
+    heard = []
+    executor = make(kind, COUNTER, [{}], name="quiet")
+    executor.on_failure(heard.append)
+    executor.start()
+    executor.close()
+    assert not heard and "quiet-0" in executor.health()
+
+
+@PROCESSES
+def test_death_quotes_the_last_output_which_is_in_the_log(kind, make, tmp_path):
+    executor = make(kind, COUNTER, [{}], name="engine", log_directory=tmp_path / "logs")
+    executor.start()
+    with pytest.raises(WorkerDied, match="its last output:\nlast words"):
+        executor.rpc(0, "exit", 3).result(5)
+    assert (tmp_path / "logs" / "engine-0.log").read_text() == "last words\n"
+
+
+@PROCESSES
+def test_death_in_the_constructor_fails_the_start(kind, make, tmp_path):
+    executor = make(kind, "tests.executor.workers:Dies", [{}], name="dies", log_directory=tmp_path)
+    with pytest.raises(WorkerDied, match=r"(?s)dies-0.*its last output:\ncannot live"):
+        executor.start()
+
+
+@PROCESSES
+def test_a_foreign_exception_arrives_as_text_with_its_traceback(executor):
+    with pytest.raises(ReefError, match=r"^Foreign: from afar") as caught:
+        executor.rpc(0, "foreign").result(5)
+    assert type(caught.value) is ReefError
+    assert "workers.py" in caught.value.__notes__[0]
+
+
+@PROCESSES
+def test_what_cannot_be_pickled_fails_its_call_only(executor):
+    with pytest.raises(TypeError, match="pickle"):
+        executor.rpc(0, "unpicklable").result(5)
+    with pytest.raises(TypeError, match="pickle"):
+        executor.rpc(0, "add", threading.Lock()).result(5)
+    assert executor.rpc(0, "add").result(5) == 1
+
+
+@PROCESSES
+def test_calls_run_on_the_main_thread_and_the_environment_is_per_worker(kind, make):
+    env = [{"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "3"}]
+    executor = make(kind, COUNTER, [{}, {}], env_per_rank=env)
+    executor.start()
+    assert executor.rpc(0, "where").result(5) == (executor.pids[0], "MainThread")
+    assert [f.result(5) for f in executor.collective_rpc("environment", "OMP_NUM_THREADS")] == ["1", "3"]
+
+
+@PROCESSES
+def test_workers_ignore_the_interrupt_of_a_terminal(executor):
+    executor.collective_rpc("add")[1].result(5)
+    for pid in executor.pids:
+        os.kill(pid, signal.SIGINT)
+    assert [f.result(5) for f in executor.collective_rpc("add")] == [2, 12]
+
+
+@PROCESSES
+def test_close_ends_a_process_that_refuses(kind, make):
+    executor = make(kind, "tests.executor.workers:Stubborn", [{}])
+    executor.start()
     began = time.monotonic()
-    with pytest.raises(WorkerDied, match="mixed-1 could not start"):
-        mixed.start()
+    executor.close(timeout=0.3)
+    assert not alive(executor.pids[0])
     assert time.monotonic() - began < 10
 
 
+@PROCESSES
+def test_a_large_argument_does_not_wait_for_a_busy_worker_and_a_large_result_arrives(executor):
+    executor.rpc(0, "sleep", 1.0)
+    began = time.monotonic()
+    future = executor.rpc(0, "echo", b"x" * 5_000_000)
+    assert time.monotonic() - began < 0.8
+    assert len(future.result(10)) == 5_000_000
+
+
+@PROCESSES
+def test_a_worker_outlives_the_thread_that_started_it(kind, make):
+    executor = make(kind, COUNTER, [{}])
+    thread = threading.Thread(target=executor.start)
+    thread.start()
+    thread.join(20)
+    time.sleep(0.2)
+    assert executor.rpc(0, "add").result(5) == 1
+
+
+@PROCESSES
+def test_a_start_is_bounded(kind, make):
+    slow = make(kind, "tests.executor.workers:Slow", [{}], name="slow", start_timeout=0.3)
+    began = time.monotonic()
+    with pytest.raises(WorkerDied, match=r"slow-0 could not start: not ready within 0.\d+ s"):
+        slow.start()
+    assert time.monotonic() - began < 8
+
+
+@PROCESSES
+def test_one_failure_does_not_wait_for_the_others(kind, make):
+    mixed = make(kind, COUNTER, [{"delay": 30}, {"broken": True}], name="mixed")
+    began = time.monotonic()
+    with pytest.raises(WorkerDied, match="mixed-1 could not start"):
+        mixed.start()
+    assert time.monotonic() - began < 15
+
+
 @pytest.mark.parametrize("delay", [0.0, 0.02, 0.2])
-def test_a_start_can_be_called_off(delay):
-    slow = make_executor("mp", "tests.executor.workers:Slow", [{}, {}], name="slow")
+@PROCESSES
+def test_a_start_can_be_called_off(kind, make, delay):
+    slow = make(kind, "tests.executor.workers:Slow", [{}, {}], name="slow")
     with ThreadPoolExecutor(1) as pool:
         starting = pool.submit(slow.start)
         time.sleep(delay)
         slow.close()
         with pytest.raises(WorkerDied, match=r"slow-\d"):
             starting.result(10)
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in slow.pids)
+    assert not any(alive(pid) for pid in slow.pids)
 
 
-def test_unknown_kind():
-    with pytest.raises(ValueError, match="one of uni, mp; got 'ray'"):
-        make_executor("ray", COUNTER, [{}])
+def test_the_kind_is_checked():
+    with pytest.raises(ValueError, match=r"one of auto, mp, uni, ray or package\.module:Class; got 'thread'"):
+        make_executor("thread", COUNTER, [{}])
+    with pytest.raises(ValueError, match=r"must be a subclass of .*Executor; got 'tests.executor.workers:Counter'"):
+        make_executor(COUNTER, COUNTER, [{}])
+
+
+def test_an_executor_of_ones_own_by_its_path():
+    made = make_executor("reef.runtime.executor.mp:MpExecutor", COUNTER, [{"start": 4}])
+    assert isinstance(made, MpExecutor)
+    made.start()
+    assert made.rpc(0, "add").result(5) == 5
+    made.close()
+
+
+def test_auto_is_ray_where_a_cluster_is_known(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert resolve_kind("auto") == "mp"
+    assert resolve_kind("auto", "head:6379") == "ray"
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert resolve_kind("auto") == "ray"
+    assert resolve_kind("mp") == "mp"

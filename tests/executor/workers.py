@@ -37,6 +37,17 @@ class Counter:
         time.sleep(seconds)
         return "slept"
 
+    def echo(self, value: object) -> object:
+        return value
+
+    def directory(self) -> str:
+        return os.getcwd()
+
+    def note_and_die(self, path: str) -> None:
+        with open(path, "a") as file:
+            file.write("here\n")
+        os._exit(1)
+
     def invalid(self) -> None:
         raise InvalidRequest("too hot", field="sampling.temperature")
 

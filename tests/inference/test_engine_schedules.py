@@ -67,8 +67,8 @@ def weights() -> Weights:
 class Schedules(RuleBasedStateMachine):
     """Random calls against one engine with 24 pages of 4 tokens; prompts share prefixes on purpose.
 
-    A request whose lane is switched in place goes on with mixed KV, which has no simple reference: its log-probabilities
-    are compared up to the switch only. All others are compared in full.
+    A request whose lane is switched in place goes on with mixed KV, which has no simple reference: its
+    log-probabilities are compared up to the switch only. All others are compared in full.
     """
 
     @initialize(prefix_cache=st.booleans(), kernels=st.sampled_from(["auto", "torch"]))
@@ -97,13 +97,25 @@ class Schedules(RuleBasedStateMachine):
         length=st.integers(1, 40),
         count=st.integers(1, 16),
         lane=st.sampled_from(LANES),
-        pin=st.sampled_from([None, None, "engine:0", "engine:1", "engine:3"]),
+        pin=st.sampled_from([None, None, None, None, "engine:0", "engine:1", "engine:3"]),
         temperature=st.sampled_from([0.0, 1.0]),
     )
     def add(self, kind: int, length: int, count: int, lane: str, pin: str | None, temperature: float) -> None:
-        request_id = str(len(self.requests))
         prompt = [1000 * (kind + 1) + position for position in range(length)]
-        one = request(request_id, prompt, lane=lane, load=pin, max_tokens=count, temperature=temperature, seed=7)
+        self.send(prompt, lane=lane, load=pin, max_tokens=count, temperature=temperature, seed=7)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), pin=st.sampled_from([None, "engine:0", "engine:1", "engine:2", "engine:3"]))
+    def add_next_turn(self, data: st.DataObject, pin: str | None) -> None:
+        """A prompt that goes on where an earlier request has got to, under any weights."""
+        before = data.draw(st.sampled_from(sorted(self.requests)))
+        prompt = self.requests[before].prompt_ids + self.answers[before].token_ids
+        lane = self.requests[before].lane
+        self.send(prompt[:50], lane=lane, load=pin, max_tokens=3)
+
+    def send(self, prompt: list[int], **options: Any) -> None:
+        request_id = str(len(self.requests))
+        one = request(request_id, prompt, **options)
         self.requests[request_id] = one
         self.answers[request_id] = Answer()
         self.engine.add(one)
@@ -147,6 +159,14 @@ class Schedules(RuleBasedStateMachine):
     def resume(self) -> None:
         self.engine.resume()
         self.paused = False
+
+    @rule(lane=st.sampled_from(LANES[1:]), load_id=st.sampled_from(["engine:0", "engine:1", "engine:2"]))
+    def publish_in_place(self, lane: str, load_id: str) -> None:
+        """What a publication does, in one go: in flight requests go on, and then some."""
+        self.pause(PauseMode.IN_PLACE)
+        self.activate(lane, load_id)
+        self.resume()
+        self.step(6)
 
     @rule()
     def flush(self) -> None:
@@ -215,6 +235,6 @@ def check_accounting(tested: Any) -> None:
 
 
 Schedules.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSchedules = Schedules.TestCase

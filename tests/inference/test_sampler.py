@@ -70,7 +70,7 @@ def test_logprobs_are_of_the_model_and_as_drawn():
 def kept_by(table: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> set[int]:
     """The tokens that survive, by definition and slowly."""
     probabilities = table.double().softmax(-1)
-    order = [token for token in probabilities.argsort(descending=True).tolist()]
+    order = probabilities.argsort(descending=True).tolist()
     order = [token for token in order if probabilities[token] >= min_p * probabilities.max()]
     order = order[: top_k or None]
     total, running, kept = sum(probabilities[order].tolist()), 0.0, set()

@@ -19,8 +19,8 @@ CONFIG = TorchConfig(dtype="float32", threads=1)
 
 @pytest.fixture(params=[UniExecutor, MpExecutor], ids=["uni", "mp"])
 def backend(request, tiny_model):
-    executor = request.param(WORKER, [{"model_path": str(tiny_model), "config": CONFIG}], name="trainer")
-    backend = TorchBackend(CONFIG, executor)
+    arguments = [{"model_path": str(tiny_model), "config": CONFIG}]
+    backend = TorchBackend(CONFIG, lambda: request.param(WORKER, arguments, name="trainer"))
     backend.start()
     yield backend
     backend.close()
@@ -35,6 +35,16 @@ def test_training_through_an_executor(backend, tmp_path):
     assert backend.health() is None
 
 
+def test_a_trainer_may_be_started_again(backend, tmp_path):
+    first = backend.train(job(tmp_path / "first", rollouts()))
+    backend.close()
+    assert backend.health() is not None
+    backend.start()
+    assert backend.health() is None
+    again = backend.train(job(tmp_path / "again", rollouts()))
+    assert tensors(again)[0].keys() == tensors(first)[0].keys()
+
+
 def test_a_training_error_comes_back_as_itself(backend, tmp_path):
     with pytest.raises(TrainingError, match="did you mean 'clip_low'"):
         backend.train(job(tmp_path / "a", rollouts(), objective=Objective("policy_gradient", {"clip_lo": 0.1})))
@@ -42,8 +52,9 @@ def test_a_training_error_comes_back_as_itself(backend, tmp_path):
 
 
 def test_what_a_backend_says_of_itself():
-    executor = UniExecutor(WORKER, [{}])
-    lora, full = TorchBackend(CONFIG, executor), TorchBackend(TorchConfig(mode="full"), executor)
+    lora, full = (
+        TorchBackend(config, lambda: UniExecutor(WORKER, [{}])) for config in (CONFIG, TorchConfig(mode="full"))
+    )
     assert (lora.weight_kind, full.weight_kind) == (WeightKind.LORA, WeightKind.FULL)
     assert lora.immutable_candidates
     assert lora.accepted_transfers == ("disk",)

@@ -28,6 +28,7 @@ from reef.inference.local.scheduler import Scheduler, Work
 from reef.inference.local.sequence import Sequence
 from reef.inference.local.validation import check_request
 from reef.inference.local.weights import end_token_ids, read_config
+from reef.points import Point, crossing
 from reef.runtime.interfaces import (
     BASE_LANE,
     Ending,
@@ -173,7 +174,8 @@ class LocalEngine:
 
     def flush(self) -> None:
         """Drop every cached prefix. Running requests keep the pages they read until they end."""
-        self._cache.flush()
+        with crossing(Point.ENGINE_FLUSH):
+            self._cache.flush()
 
     def stage(self, load: WeightLoad) -> None:
         """Make weights resident; they serve requests that pin them. Raises EngineError; then nothing has changed."""

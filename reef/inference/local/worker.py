@@ -27,6 +27,7 @@ from reef.errors import EngineError, EngineUncertain, InvalidRequest, ReefError
 from reef.inference.local.config import LocalConfig
 from reef.inference.local.engine import LocalEngine
 from reef.inference.local.protocol import VERSION, Add, Chunks, FromEngine, Hello, Rejected, cut, encode, engine_reader
+from reef.points import Point, crossing
 from reef.runtime.interfaces import EngineReport, GenerateRequest, PauseMode, TokenChunk, WeightLoad
 
 logger = logging.getLogger(__name__)
@@ -333,36 +334,44 @@ class EngineWorker:
 
     def pause(self, mode: PauseMode) -> None:
         """Return when no token will be generated until `resume`, and earlier ones were handed to the socket."""
-        self._steps.call(lambda engine: engine.pause(mode))
-        self._plane.drain()
+        with crossing(Point.ENGINE_PAUSE):
+            self._steps.call(lambda engine: engine.pause(mode))
+            self._plane.drain()
 
     def resume(self) -> None:
-        self._steps.call(lambda engine: engine.resume())
+        with crossing(Point.ENGINE_RESUME):
+            self._steps.call(lambda engine: engine.resume())
 
     def flush(self) -> None:
         self._steps.call(lambda engine: engine.flush())
 
     def stage(self, load: WeightLoad) -> None:
-        self._steps.call(lambda engine: engine.stage(load))
+        with crossing(Point.ENGINE_LOAD):
+            self._steps.call(lambda engine: engine.stage(load))
 
     def activate(self, lane: str, runtime_load_id: str) -> None:
-        self._steps.call(lambda engine: engine.activate(lane, runtime_load_id))
+        with crossing(Point.ENGINE_ACTIVATE):
+            self._steps.call(lambda engine: engine.activate(lane, runtime_load_id))
 
     def drop(self, runtime_load_id: str) -> None:
-        self._steps.call(lambda engine: engine.drop(runtime_load_id))
+        with crossing(Point.ENGINE_UNLOAD):
+            self._steps.call(lambda engine: engine.drop(runtime_load_id))
 
     def score(self, runtime_load_id: str, token_ids: list[int]) -> list[float]:
         """Log-probabilities of token_ids[1:], [num_tokens - 1]."""
-        return self._steps.call(lambda engine: engine.score(runtime_load_id, token_ids))
+        with crossing(Point.ENGINE_SCORE):
+            return self._steps.call(lambda engine: engine.score(runtime_load_id, token_ids))
 
     def report(self) -> EngineReport:
         return self._steps.call(lambda engine: engine.report(), even_if_broken=True)
 
     def release_memory(self) -> None:
-        self._steps.call(lambda engine: engine.release_memory())
+        with crossing(Point.ENGINE_RELEASE_MEMORY):
+            self._steps.call(lambda engine: engine.release_memory())
 
     def restore_memory(self) -> None:
-        self._steps.call(lambda engine: engine.restore_memory())
+        with crossing(Point.ENGINE_RESTORE_MEMORY):
+            self._steps.call(lambda engine: engine.restore_memory())
 
     def dtype(self) -> str:
         """What the engine computes in: "float32", "bfloat16"."""

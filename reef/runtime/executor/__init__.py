@@ -1,16 +1,27 @@
-"""Where work runs: `uni` in this process, `mp` in processes of its own."""
+"""Where work runs: `uni` in this process, `mp` in processes of its own, `ray` in actors; or a class of yours."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from reef.errors import ConfigError
 from reef.runtime.executor.mp import MpExecutor
-from reef.runtime.executor.uni import UniExecutor
+from reef.runtime.executor.uni import UniExecutor, load_class
 from reef.runtime.interfaces import Executor
 
-__all__ = ["MpExecutor", "UniExecutor", "make_executor"]
+__all__ = ["MpExecutor", "UniExecutor", "make_executor", "resolve_kind"]
+
+
+def resolve_kind(kind: str, ray_address: str = "") -> str:
+    """Return what `kind` stands for: `auto` is `ray` where the address of a cluster is known, else `mp`."""
+    if kind == "auto":
+        return "ray" if ray_address or os.environ.get("RAY_ADDRESS") else "mp"
+    return kind
 
 
 def make_executor(
@@ -22,22 +33,53 @@ def make_executor(
     env_per_rank: Sequence[Mapping[str, str]] | None = None,
     log_directory: Path | None = None,
     start_timeout: float = 600.0,
+    **options: Any,
 ) -> Executor:
     """Return an executor (not started) with one worker per entry of `kwargs_per_rank`.
 
-    `worker_class` is "package.module:Class"; a worker is built where it will run. Worker `rank` is called
-    "<name>-<rank>" in errors and logs. With `mp`, `env_per_rank` is added to the environment (OMP_NUM_THREADS and the
-    like, seen before any import) and output goes to `<log_directory>/<name>-<rank>.log`; `uni` has neither.
+    `kind` is uni, mp, ray, auto or the path "package.module:Class" of a subclass of Executor. `worker_class` is such a
+    path too; a worker is built where it will run. Worker `rank` is called "<name>-<rank>" in errors and logs. Except
+    with `uni`, `env_per_rank` is added to the environment (OMP_NUM_THREADS and the like, seen before any import) and
+    output goes to `<log_directory>/<name>-<rank>.log`. `options` are for the executor's class: `reservation` for `ray`.
+
+    Raises ConfigError for `ray` where it is not installed.
     """
+    kind = resolve_kind(kind)
     if kind == "uni":
-        return UniExecutor(worker_class, kwargs_per_rank, name=name, start_timeout=start_timeout)
+        return UniExecutor(worker_class, kwargs_per_rank, name=name, start_timeout=start_timeout, **options)
+    made: Executor = _executor_class(kind)(
+        worker_class,
+        kwargs_per_rank,
+        name=name,
+        env_per_rank=env_per_rank,
+        log_directory=log_directory,
+        start_timeout=start_timeout,
+        **options,
+    )
+    return made
+
+
+def _executor_class(kind: str) -> Any:
     if kind == "mp":
-        return MpExecutor(
-            worker_class,
-            kwargs_per_rank,
-            name=name,
-            env_per_rank=env_per_rank,
-            log_directory=log_directory,
-            start_timeout=start_timeout,
-        )
-    raise ValueError(f"executor must be one of uni, mp; got {kind!r}")
+        return MpExecutor
+    if kind == "ray":
+        require_ray()
+        from reef.runtime.executor.ray import RayExecutor
+
+        return RayExecutor
+    if not is_class_path(kind):
+        raise ValueError(f"executor must be one of auto, mp, uni, ray or package.module:Class; got {kind!r}")
+    found = load_class(kind)
+    if not (isinstance(found, type) and issubclass(found, Executor)):
+        raise ValueError(f"executor must be a subclass of reef.runtime.interfaces.Executor; got {kind!r}")
+    return found
+
+
+def require_ray() -> None:
+    """Raises ConfigError where Ray is not installed."""
+    if find_spec("ray") is None:
+        raise ConfigError("execution.executor ray needs the package ray: pip install 'reef[ray]'")
+
+
+def is_class_path(text: str) -> bool:
+    return re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", text) is not None

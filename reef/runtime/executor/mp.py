@@ -11,7 +11,6 @@ socket pair between a process and its child.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
 import logging
@@ -23,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -35,6 +33,7 @@ from threading import Event, Lock, Thread
 from typing import IO, Any
 
 from reef.errors import ReefError, WorkerDied
+from reef.runtime.executor.calls import CONSTRUCT, answer, attempt, die_with, tail
 from reef.runtime.executor.uni import load_class, wait_until_started
 from reef.runtime.interfaces import Executor
 
@@ -42,12 +41,9 @@ _BOOTSTRAP = (
     "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = json.loads(sys.argv[1]); "
     "from reef.runtime.executor.mp import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
 )
-_CONSTRUCT = ""  # the method name of the first call
 _TERMINATE_SECONDS = 2.0
 _KILL_SECONDS = 5.0
 _ORPHAN_SECONDS = 2.0
-_TAIL_BYTES = 2000
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 # ---------------------------------------------------------------------------------------------- owner side
@@ -78,7 +74,7 @@ class _Process:
         """Spawn; the future resolves when the worker is built."""
         self._thread.start()
         self._spawned.wait()
-        self._built = self.call(_CONSTRUCT, (worker_class,), dict(kwargs))
+        self._built = self.call(CONSTRUCT, (worker_class,), dict(kwargs))
         return self._built
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
@@ -144,7 +140,7 @@ class _Process:
             offset = log.tell()
             self._spawned.set()
             self._read()
-            self._bury(f"{self.name} (pid {self.pid}) {self._reap()}{_tail(log, offset)}")
+            self._bury(f"{self.name} (pid {self.pid}) {self._reap()}{tail(log, offset)}")
 
     def _spawn(self) -> IO[bytes]:
         self._socket, theirs = socket.socketpair()
@@ -177,10 +173,7 @@ class _Process:
                 return
             with self._lock:
                 future = self._pending.pop(number)
-            try:
-                value = pickle.loads(payload)
-            except Exception as error:
-                value, succeeded = ReefError(f"{self.name}: unreadable answer: {error}"), False
+            succeeded, value = answer(self.name, succeeded, payload)
             if succeeded:
                 future.set_result(value)
             else:
@@ -208,14 +201,6 @@ class _Process:
         for future in pending.values():
             future.set_exception(WorkerDied(reason))
         self._on_death(reason)
-
-
-def _tail(log: IO[bytes], offset: int) -> str:
-    """What the process wrote last, as a suffix for an error message."""
-    end = log.seek(0, os.SEEK_END)
-    log.seek(max(offset, end - _TAIL_BYTES))
-    text = log.read().decode(errors="replace").strip()
-    return f"; its last output:\n{text}" if text else ""
 
 
 class MpExecutor(Executor):
@@ -308,7 +293,7 @@ class MpExecutor(Executor):
 
 def serve(fd: int, owner: int) -> None:
     """Entry point of a worker process: build the worker, then run its calls until the owner closes the pipe."""
-    _die_with(owner)
+    die_with(owner)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     os.set_inheritable(fd, False)
     connection = Connection(fd)
@@ -319,28 +304,20 @@ def serve(fd: int, owner: int) -> None:
     def run(call: bytes) -> Any:
         nonlocal worker
         method, args, kwargs = pickle.loads(call)
-        if method != _CONSTRUCT:
+        if method != CONSTRUCT:
             return getattr(worker, method)(*args, **kwargs)
         worker = load_class(*args)(**kwargs)
         return None
 
     while (message := calls.get()) is not None:
         number, call = pickle.loads(message)
-        connection.send_bytes(pickle.dumps((number, *_attempt(run, call))))
+        connection.send_bytes(pickle.dumps((number, *attempt(run, call))))
     if (close := getattr(worker, "close", None)) is not None:
         close()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # tearing down an interpreter with torch in it takes seconds, and native threads may hang it
-
-
-def _die_with(owner: int) -> None:
-    """End with the process `owner`, however it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != owner:  # it died before the line above
-        os._exit(1)
 
 
 def _receive(connection: Connection, calls: SimpleQueue[bytes | None], owner: int) -> None:
@@ -353,24 +330,3 @@ def _receive(connection: Connection, calls: SimpleQueue[bytes | None], owner: in
         time.sleep(0.5)
     time.sleep(_ORPHAN_SECONDS)
     os._exit(1)
-
-
-def _attempt(run: Callable[[bytes], Any], call: bytes) -> tuple[bool, bytes]:
-    """Return (True, pickled result) or (False, pickled exception)."""
-    try:
-        return True, pickle.dumps(run(call))
-    except Exception as error:
-        return False, pickle.dumps(_portable(error))
-
-
-def _portable(error: Exception) -> Exception:
-    """A copy for the owner, with the traceback as a note.
-
-    Only Reef's and Python's own classes cross: another would make the owner import the library that defines it.
-    """
-    copy: Exception = ReefError(f"{type(error).__name__}: {error}")
-    if type(error).__module__ in (ReefError.__module__, "builtins"):
-        with suppress(Exception):  # an exception whose constructor takes more than its arguments
-            copy = pickle.loads(pickle.dumps(error))
-    copy.add_note(f"In the worker:\n{''.join(traceback.format_exception(error)).rstrip()}")
-    return copy

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from reef.errors import WorkerDied
 from reef.runtime.interfaces import Executor, TrainingBackend, TrainJob, TrainResult, WeightKind
 from reef.train.torch_backend.config import TorchConfig
 
 
 class TorchBackend(TrainingBackend):
-    """Sends each job to the executor's only worker, a `TorchWorker` made with the same configuration."""
+    """Sends each job to the executor's only worker, a `TorchWorker` made with the same configuration.
 
-    def __init__(self, config: TorchConfig, executor: Executor) -> None:
+    An executor is good for one start; a trainer that is started again gets another.
+    """
+
+    def __init__(self, config: TorchConfig, make_executor: Callable[[], Executor]) -> None:
         self._config = config
-        self._executor = executor
+        self._make_executor = make_executor
+        self._executor: Executor | None = None
 
     def start(self) -> None:
-        self._executor.start()
+        executor = self._executor = self._make_executor()  # first: `close` may be called meanwhile
+        executor.start()
 
     def train(self, job: TrainJob) -> TrainResult:
+        if self._executor is None:
+            raise WorkerDied("the trainer is not started")
         result: TrainResult = self._executor.rpc(0, "train", job).result()
         return result
 
     def health(self) -> str | None:
-        return self._executor.health()
+        return "the trainer is not started" if self._executor is None else self._executor.health()
 
     def close(self) -> None:
-        self._executor.close()
+        if self._executor is not None:
+            self._executor.close()
+            self._executor = None  # only now: whoever did not end is still ours
 
     @property
     def weight_kind(self) -> WeightKind:

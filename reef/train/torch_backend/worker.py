@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from reef.errors import StorageError, TrainingError
+from reef.points import Point, crossing
 from reef.runtime.interfaces import TrainJob, TrainResult
 from reef.train.objectives import lookup
 from reef.train.torch_backend.config import TorchConfig
@@ -66,12 +67,14 @@ class TorchWorker:
         before = self._score(job.probe_ids)
         self._resident = UNKNOWN  # until the candidate is on disk nothing describes what is loaded
         try:
-            metrics = take_step(self._policy, self._optimizer, tokens, loss, self._config.micro_batch_tokens)
+            with crossing(Point.TRAINER_STEP):
+                metrics = take_step(self._policy, self._optimizer, tokens, loss, self._config.micro_batch_tokens)
         except TrainingError:
             self._resident = loaded  # nothing moved
             raise
         after = self._policy.score(job.probe_ids)
-        weights, state = self._write(Path(job.output_path), job.job_id)
+        with crossing(Point.TRAINER_WRITE):
+            weights, state = self._write(Path(job.output_path), job.job_id)
         self._resident, self._probe = (job.job_id, job.job_id), (job.probe_ids, after)
         return TrainResult(
             weights_path=str(weights),

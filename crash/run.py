@@ -1,0 +1,274 @@
+"""One deployment through its kills, and what is left to say about all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from crash.audit import Audit
+from crash.deployment import Deployment, Unrecovered
+from crash.kills import Kill, Kind, Trigger
+from crash.load import Load
+from crash.rescore import Rescorer
+from reef.errors import ReefError
+from reef.points import Plan
+
+SCENARIOS = ["alpha", "beta"]
+REACH_SECONDS = 90.0
+RECOVER_SECONDS = 120.0
+FLAGS: dict[str, object] = {
+    "inference.threads": 1,
+    "inference.kv-cache-tokens": 8192,
+    "inference.dtype": "float32",
+    "training.backend": "torch",
+    "training.threads": 1,
+    "training.learning-rate": 0.003,
+    "recipe.batch-size": 4,
+    "evaluation.plugin": "crash.evaluator",
+    "reef.default-scenario": SCENARIOS[0],
+}
+BACK_TO_BASE_EVERY = 10
+"""Kills between two rollbacks to release 0: random scores for hours would teach the model something extreme."""
+WORKER_DEATHS = 3
+"""Of one component in one service's life; it gives up at the fourth within five minutes."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One kill. `seconds` from the death to the first answer after it."""
+
+    kind: str
+    name: str
+    point: str
+    victim: str
+    seconds: float | None = None
+    health_seconds: float | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+class Run:
+    """Drives one kind of deployment. Use it as a context manager: it leaves no process behind."""
+
+    def __init__(self, kind: Kind, model: Path, directory: Path, seed: int = 0) -> None:
+        self.kind = kind
+        self.deployment = Deployment(directory, {**FLAGS, **kind.flags, "inference.model-path": model})
+        self.load = Load(self.deployment.port, SCENARIOS, seed)
+        self.audit = Audit(self.deployment.client, self.load.ledger, Rescorer(model, self.deployment.data), seed)
+        self.rescorer = self.audit.rescorer
+        self.outcomes: list[Outcome] = []
+        self._deaths: dict[str, int] = {}
+        self._made = 0
+
+    def __enter__(self) -> Run:
+        self.deployment.start()
+        self.deployment.wait_until_healthy(RECOVER_SECONDS)
+        for name in SCENARIOS:
+            self.deployment.client.post("/reef/scenarios", {"name": name})
+        self.load.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.load.stop()
+        self.deployment.end()
+
+    # ------------------------------------------------------------------ one kill
+
+    def kill(self, kill: Kill) -> Outcome:
+        """Make it happen, wait until the deployment serves again, and check everything."""
+        outcome = Outcome(self.kind.name, kill.name, str(kill.point), kill.victim)
+        self.outcomes.append(outcome)
+        try:
+            self._make_room(kill)
+            pid = 0 if kill.victim == "service" else self._find(kill.victim)
+            died_at = self._strike(kill, pid)
+            self._recover(kill, outcome, died_at, pid)
+        except (Unrecovered, ReefError) as error:
+            outcome.problems.append(f"unrecovered: {error}\n{self.deployment.tail()}")
+            self._start_over()
+        before = len(self.audit.findings.everything())
+        with suppress(ReefError):
+            self.audit.check(SCENARIOS)
+        outcome.problems += self.audit.findings.everything()[before:]
+        if len(self.outcomes) % BACK_TO_BASE_EVERY == 0:
+            self._back_to_base()
+        return outcome
+
+    def _find(self, component: str) -> int:
+        pid = self.deployment.worker(component)
+        if pid is None:
+            raise Unrecovered(f"there is no {component} to kill")
+        return pid
+
+    def _strike(self, kill: Kill, victim: int) -> float:
+        """Arm, trigger, and wait for the death; return when it was (Unix seconds)."""
+        deployment = self.deployment
+        pid = 0 if kill.victim == kill.point.component else victim
+        if kill.trigger == "rollback":
+            self._quiet()
+        deployment.arm(self._plan(kill.point, kill.side, kill.occurrence, pid))
+        self._trigger(kill.trigger)
+        deadline = time.monotonic() + REACH_SECONDS
+        while (died_at := deployment.fired_at()) is None:
+            if time.monotonic() > deadline:
+                deployment.disarm()
+                raise Unrecovered(f"{kill.point} {kill.side} was not reached within {REACH_SECONDS:g} s")
+            time.sleep(0.02)
+        self.load.reporting.set()
+        return died_at
+
+    def _trigger(self, trigger: Trigger) -> None:
+        deployment = self.deployment
+        with suppress(ReefError):  # it may die before it answers
+            if trigger == "instruction":
+                answer = deployment.client.post("/reef/train", {"please": "learn"}, {"x-reef-scenario": SCENARIOS[0]})
+                with self.load.ledger.lock:
+                    self.load.ledger.instructions[answer["agent_record_id"]] = SCENARIOS[0]
+            elif trigger == "scenario":
+                self._made += 1
+                deployment.client.post("/reef/scenarios", {"name": f"made-{self._made}"})
+            elif trigger == "rollback":
+                self._roll_back()
+            elif trigger in ("engine dies", "trainer dies"):
+                component = trigger.partition(" ")[0]
+                if (pid := deployment.worker(component)) is not None:
+                    os.kill(pid, signal.SIGKILL)
+            elif trigger == "restart":
+                deployment.kill()
+                deployment.wait_for_no_process()
+                deployment.start()
+
+    def _recover(self, kill: Kill, outcome: Outcome, died_at: float, dead: int) -> None:
+        deployment = self.deployment
+        if kill.victim == "service":
+            self._bury_service()
+            if kill.then is not None:
+                deployment.arm(self._plan(*kill.then))
+                deployment.start()
+                died_at = self._die_again(*kill.then)
+            deployment.start()
+        else:
+            self._wait_for_another(kill.victim, dead)
+        deployment.wait_until_healthy(RECOVER_SECONDS)
+        outcome.health_seconds = time.time() - died_at
+        self._wait_for_answers()
+        outcome.seconds = time.time() - died_at
+
+    def _wait_for_another(self, component: str, dead: int) -> None:
+        deadline = time.monotonic() + RECOVER_SECONDS
+        while (pid := self.deployment.worker(component)) is None or pid == dead:
+            if time.monotonic() > deadline:
+                raise Unrecovered(f"the {component} was not replaced")
+            time.sleep(0.05)
+
+    def _die_again(self, point: object, side: object) -> float:
+        """The recovering service dies at another point."""
+        deadline = time.monotonic() + RECOVER_SECONDS
+        while (died_at := self.deployment.fired_at()) is None:
+            if time.monotonic() > deadline:
+                raise Unrecovered(f"{point} {side} was not reached by the recovery")
+            time.sleep(0.02)
+        self._bury_service()
+        return died_at
+
+    def _bury_service(self) -> None:
+        """It has to be dead at once, and everything that it started a moment later."""
+        if not self.deployment.wait_until_dead(10.0):
+            raise Unrecovered("the service survived its SIGKILL")
+        self.deployment.wait_for_no_process()
+        self._deaths.clear()
+
+    def _wait_for_answers(self) -> None:
+        """Every scenario answers again, from its committed head."""
+        deadline = time.monotonic() + RECOVER_SECONDS
+        for scenario in SCENARIOS:
+            body = {"model": "any", "messages": [{"role": "user", "content": "?"}], "max_tokens": 2}
+            while True:
+                try:
+                    self.deployment.client.post("/v1/chat/completions", body, {"x-reef-scenario": scenario})
+                    break
+                except ReefError as error:
+                    if time.monotonic() > deadline:
+                        raise Unrecovered(f"{scenario} does not answer: {error}") from error
+                    time.sleep(0.05)
+
+    def conclude(self) -> None:
+        """Learning goes on, every receipt ever acknowledged is there, and it stops in good order."""
+        last = Outcome(self.kind.name, "the end", "", "nobody")
+        try:
+            self._learn_once_more()
+            self.load.stop()
+            self.audit.check(SCENARIOS)
+            self.audit.check_all_receipts(SCENARIOS)
+            self.deployment.stop()
+            last.seconds = 0.0
+        except (Unrecovered, ReefError) as error:
+            last.problems.append(f"unrecovered: {error}\n{self.deployment.tail()}")
+            self.outcomes.append(last)
+
+    def _learn_once_more(self) -> None:
+        heads = {name: self._head(name) for name in SCENARIOS}
+        deadline = time.monotonic() + REACH_SECONDS
+        while any(self._head(name) == head for name, head in heads.items()):
+            if time.monotonic() > deadline:
+                raise Unrecovered(f"no release in every scenario within {REACH_SECONDS:g} s")
+            time.sleep(0.2)
+
+    def _head(self, scenario: str) -> object:
+        return self.deployment.client.get(f"/reef/scenarios/{scenario}")["head"]["number"]
+
+    # ------------------------------------------------------------------ between kills
+
+    def _make_room(self, kill: Kill) -> None:
+        """Restart in good order before a component has died as often as the service forgives."""
+        victim = kill.trigger.partition(" ")[0] if kill.trigger.endswith("dies") else kill.victim
+        if victim == "service":
+            return
+        if self._deaths.get(victim, 0) >= WORKER_DEATHS:
+            self.deployment.stop()
+            self._deaths.clear()
+            self.deployment.start()
+            self.deployment.wait_until_healthy(RECOVER_SECONDS)
+        self._deaths[victim] = self._deaths.get(victim, 0) + 1
+
+    def _start_over(self) -> None:
+        """After a failure: nothing of the last run is left, and the next kill finds a deployment that serves."""
+        self.load.reporting.set()
+        self.deployment.disarm()
+        self.deployment.end()
+        self._deaths.clear()
+        self.deployment.start()
+        with suppress(Unrecovered):
+            self.deployment.wait_until_healthy(RECOVER_SECONDS)
+
+    def _quiet(self) -> None:
+        """No reports, and no step in flight."""
+        self.load.reporting.clear()
+        deadline = time.monotonic() + REACH_SECONDS
+        while any(self.deployment.client.get(f"/reef/scenarios/{name}")["in_flight"] for name in SCENARIOS):
+            if time.monotonic() > deadline:
+                raise Unrecovered("a step does not end")
+            time.sleep(0.1)
+
+    def _roll_back(self) -> None:
+        """To the oldest release; to the one before the head where the oldest serves already."""
+        path = f"/reef/scenarios/{SCENARIOS[0]}"
+        releases = self.deployment.client.get(f"{path}/releases", {"limit": 1000})["releases"]
+        target = releases[-1] if releases[0]["content_id"] != releases[-1]["content_id"] else None
+        target = target or next((one for one in releases if one["content_id"] != releases[0]["content_id"]), None)
+        if target is not None:
+            self.deployment.client.post(f"{path}/rollback", {"release_id": target["release_id"]})
+
+    def _back_to_base(self) -> None:
+        for scenario in SCENARIOS:
+            path = f"/reef/scenarios/{scenario}"
+            with suppress(ReefError):
+                oldest = self.deployment.client.get(f"{path}/releases", {"limit": 1000})["releases"][-1]
+                self.deployment.client.post(f"{path}/rollback", {"release_id": oldest["release_id"]})
+
+    def _plan(self, point: object, side: object, occurrence: int = 1, pid: int = 0) -> Plan:
+        name = f"{len(self.outcomes)}-{time.monotonic_ns()}"
+        return Plan(name=name, point=point, side=side, occurrence=occurrence, pid=pid)  # type: ignore[arg-type]

@@ -1,0 +1,64 @@
+"""One local Ray for the whole run, started when the first test needs it."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack, suppress
+
+import pytest
+
+from reef.runtime.executor import make_executor
+from reef.runtime.executor.placement import Component, plan
+from tests.conftest import needs
+
+STORE_BYTES = 80 * 1024 * 1024
+
+
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """Two logical CPUs and two logical devices."""
+    needs("ray")
+    from reef.runtime.executor.ray_cluster import RayCluster
+
+    cluster = RayCluster(num_cpus=2, num_gpus=2, object_store_bytes=STORE_BYTES)
+    cluster.open()
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def make(request):
+    """`make_executor`; with `ray`, in a reservation of its own on the shared Ray. Closes what it made."""
+    opened = ExitStack()
+
+    def make(kind, worker_class, kwargs_per_rank, *, name="worker", component=None, **settings):
+        if kind == "ray":
+            cluster = request.getfixturevalue("ray_cluster")
+            from reef.runtime.executor.ray_cluster import RayReservation
+
+            component = component or Component(name=name, workers=len(kwargs_per_rank), cpus=0.5)
+            reservation = RayReservation(cluster, plan([component]), timeout=30)
+            reservation.open()
+            opened.callback(reservation.close)
+            settings["reservation"] = reservation
+        executor = make_executor(kind, worker_class, kwargs_per_rank, name=name, **settings)
+        opened.callback(executor.close, 0.5)
+        return executor
+
+    with opened:
+        yield make
+
+
+def alive(pid: int) -> bool:
+    with suppress(ProcessLookupError, FileNotFoundError):
+        os.kill(pid, 0)
+        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+def gone_within(pids: list[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(alive(pid) for pid in pids)

@@ -1,0 +1,247 @@
+"""What Ray adds: whose cluster it is, where workers sit, and that they are gone when they should be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from reef.errors import ReefError, WorkerDied
+from reef.runtime.executor import make_executor
+from reef.runtime.executor.placement import Component, plan
+from tests.conftest import needs
+from tests.executor.conftest import alive, gone_within
+
+COUNTER = "tests.executor.workers:Counter"
+
+
+@pytest.fixture
+def reserve(ray_cluster):
+    from reef.runtime.executor.ray_cluster import RayReservation
+
+    reservations = []
+
+    def reserve(*components, colocate=False, timeout=30.0):
+        reservation = RayReservation(ray_cluster, plan(components, colocate=colocate), timeout=timeout)
+        reservations.append(reservation)
+        reservation.open()
+        return reservation
+
+    yield reserve
+    for reservation in reservations:
+        reservation.close()
+
+
+def started(name, workers, reservation, worker=COUNTER):
+    executor = make_executor("ray", worker, [{}] * workers, name=name, reservation=reservation)
+    executor.start()
+    return executor
+
+
+def devices(executor):
+    return [future.result(10) for future in executor.collective_rpc("environment", "CUDA_VISIBLE_DEVICES")]
+
+
+def test_disjoint_components_have_devices_of_their_own_and_colocated_ones_share(reserve):
+    engine, trainer = (Component(name=name, workers=1, cpus=0.5, gpus=1) for name in ("engine", "trainer"))
+    for colocate, expected in ((False, [["0"], ["1"]]), (True, [["0"], ["0"]])):
+        reservation = reserve(engine, trainer, colocate=colocate)
+        executors = [started(name, 1, reservation) for name in ("engine", "trainer")]
+        assert [devices(executor) for executor in executors] == expected
+        for executor in executors:
+            executor.close()
+        reservation.close()
+
+
+def test_ranks_are_in_order_of_devices(reserve):
+    executor = started("engine", 2, reserve(Component(name="engine", workers=2, cpus=0, gpus=1)))
+    assert devices(executor) == ["0", "1"]
+    executor.close()
+
+
+def test_a_reservation_that_does_not_fit_says_what_is_wanted_and_what_there_is(reserve):
+    wanted = r"3 x engine \(0.5 CPUs, 1 GPUs\): it has 2 CPUs, 2 GPUs, of which .* are free"
+    with pytest.raises(ReefError, match=wanted):
+        reserve(Component(name="engine", workers=3, cpus=0.5, gpus=1), timeout=0.5)
+
+
+def test_every_process_is_gone_when_close_returns_and_the_seats_can_be_taken_again(reserve):
+    reservation = reserve(Component(name="engine", workers=1, cpus=0.5, gpus=1))
+    for worker in ("tests.executor.workers:Stubborn", COUNTER):
+        executor = started("engine", 1, reservation, worker)
+        pids = executor.pids
+        if worker == COUNTER:
+            executor.rpc(0, "sleep", 30)
+        executor.close(0.2)
+        assert len(pids) == 1 and not alive(pids[0])
+
+
+def test_nothing_is_restarted_or_sent_twice(reserve, tmp_path):
+    executor = started("engine", 1, reserve(Component(name="engine", workers=1, cpus=0.5)))
+    with pytest.raises(WorkerDied):
+        executor.rpc(0, "note_and_die", str(tmp_path / "notes")).result(10)
+    time.sleep(1.0)
+    assert (tmp_path / "notes").read_text() == "here\n"
+    with pytest.raises(WorkerDied):
+        executor.rpc(0, "add").result(1)
+    executor.close()
+
+
+def test_an_actor_has_a_name_and_is_gone_from_it_after_close(reserve, ray_cluster):
+    import ray
+
+    executor = started("engine", 1, reserve(Component(name="engine", workers=1, cpus=0.5)))
+    named = ray.get_actor("engine-0", namespace=ray_cluster.namespace)
+    assert ray.get(named.where.remote(), timeout=10)[1].pid == executor.pids[0]
+    executor.close()
+    with pytest.raises(ValueError, match="engine-0"):
+        ray.get_actor("engine-0", namespace=ray_cluster.namespace)
+
+
+def test_a_connection_that_is_there_is_borrowed_and_left_alone(ray_cluster):
+    import ray
+
+    from reef.runtime.executor.ray_cluster import RayCluster
+
+    second = RayCluster()
+    second.open()
+    assert ray_cluster.owned and not second.owned
+    second.close()
+    assert ray.is_initialized()
+    with pytest.raises(
+        ReefError, match=r"cluster at 192\.0\.2\.99:6379 cannot be used: .*connected to the Ray cluster at"
+    ):
+        RayCluster("192.0.2.99:6379").open()
+    assert ray.is_initialized()
+
+
+BORROWER = """
+import os, sys, time
+from reef.runtime.executor import make_executor
+from reef.runtime.executor.placement import Component, plan
+from reef.runtime.executor.ray_cluster import RayCluster, RayReservation
+cluster = RayCluster(sys.argv[1])
+cluster.open()
+reservation = RayReservation(cluster, plan([Component(name="engine", workers=2, cpus=1.0, here=True)]))
+executors = [make_executor("ray", "tests.executor.workers:" + worker, [{}] * n, name="engine", reservation=reservation)
+             for worker, n in (("Counter", 2),)]
+for executor in executors:
+    executor.start()
+assert not cluster.owned
+executors[0].rpc(0, "sleep", 60)
+print(*executors[0].pids, executors[0].rpc(1, "directory").result(10), flush=True)
+if sys.argv[2:] == ["leave"]:
+    executors[0].close(0.5)
+    reservation.close()
+    cluster.close()
+else:
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_workers_on_a_borrowed_cluster_die_with_their_owner_and_the_cluster_lives(reserve, tmp_path, leave):
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-c", BORROWER, address, *(["leave"] if leave else [])]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as owner:
+        *pids, directory = owner.stdout.readline().split()
+        pids = [int(pid) for pid in pids]
+        assert len(pids) == 2 and directory == str(tmp_path)
+        if leave:
+            assert owner.wait(30) == 0
+        else:
+            assert all(alive(pid) for pid in pids)
+            owner.kill()
+    assert gone_within(pids, 0.0 if leave else 10)
+    free = {}
+    deadline = time.monotonic() + 10
+    while free.get("CPU") != 2 and time.monotonic() < deadline:  # what was reserved is free again
+        time.sleep(0.1)
+        free = ray.available_resources()
+    assert free["CPU"] == 2
+
+
+OWNER = """
+import os, signal, sys, time
+from reef.runtime.executor import make_executor, process
+executor = make_executor("ray", "tests.executor.workers:Counter", [{}], name="engine")
+heard = []
+executor.on_failure(heard.append)
+executor.start()
+cluster, reservation = executor._cluster, executor._reservation
+assert cluster.owned
+if sys.argv[1] == "close":
+    family = process.family(str(cluster._session.directory))
+    executor.close()
+else:
+    first = process.family(str(cluster._session.directory))
+    os.kill(process.named(str(cluster._session.directory), ["raylet"])["raylet"].pid, signal.SIGKILL)
+    while not heard:
+        time.sleep(0.05)
+    assert "lost its raylet" in heard[0] or "engine-0" in heard[0], heard
+    executor = make_executor("ray", "tests.executor.workers:Counter", [{}], name="engine", reservation=reservation)
+    executor.start()
+    assert process.gone(first, 5)
+    assert executor.rpc(0, "add").result(10) == 1
+    family = process.family(str(cluster._session.directory))
+print("OWNER", executor.pids[0], *(one.pid for one in family), file=sys.stderr, flush=True)
+time.sleep(60 if sys.argv[1] == "die" else 0)
+"""
+
+
+@pytest.mark.parametrize("ending", ["close", "die"])
+def test_a_local_ray_ends_with_its_owner_and_is_replaced_when_it_dies(ending):
+    needs("ray")
+    with subprocess.Popen([sys.executable, "-c", OWNER, ending], stderr=subprocess.PIPE, text=True) as owner:
+        actor, *family = next(line for line in owner.stderr if line.startswith("OWNER")).split()[1:]
+        assert len(family) >= 4  # head, agent, its helpers, the actor
+        if ending == "die":
+            owner.kill()
+        else:
+            assert owner.wait(30) == 0
+    assert gone_within([int(actor)], 3)
+    if ending == "close":
+        assert gone_within([int(pid) for pid in family], 0)
+
+
+def test_a_cluster_that_is_not_there_is_an_error_with_its_address():
+    needs("ray")
+    code = """
+from reef.runtime.executor.ray_cluster import RayCluster
+RayCluster("127.0.0.1:1", open_timeout=4).open()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "ReefError: the Ray cluster at 127.0.0.1:1 cannot be used: not ready within 4 s" in done.stderr
+
+
+def test_an_actor_killed_by_somebody_else_is_dead(reserve, ray_cluster):
+    import ray
+
+    executor = started("engine", 1, reserve(Component(name="engine", workers=1, cpus=0.5)))
+    pending = executor.rpc(0, "sleep", 30)
+    ray.kill(ray.get_actor("engine-0", namespace=ray_cluster.namespace))
+    with pytest.raises(WorkerDied, match=r"engine-0 \(pid \d+\) died: it was killed by `ray.kill`"):
+        pending.result(5)
+    executor.close()
+
+
+def test_a_paused_actor_only_makes_its_caller_wait(reserve):
+    executor = started("engine", 1, reserve(Component(name="engine", workers=1, cpus=0.5)))
+    os.kill(executor.pids[0], signal.SIGSTOP)
+    future = executor.rpc(0, "add")
+    with pytest.raises(TimeoutError):
+        future.result(1.5)
+    os.kill(executor.pids[0], signal.SIGCONT)
+    assert future.result(10) == 1 and executor.health() is None
+    os.kill(executor.pids[0], signal.SIGSTOP)
+    pids = executor.pids
+    executor.close(0.2)
+    assert not alive(pids[0])
