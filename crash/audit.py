@@ -94,14 +94,14 @@ class Audit:
         numbers = sorted(known.releases)
         self._expect(
             numbers == list(range(len(numbers))),
-            f"{scenario}: the chain has gaps: {len(numbers)} releases up to {numbers[-1]}",
+            f"{scenario}: the chain has gaps: {len(numbers)} releases up to {numbers[-1:]}",
         )
         for number in numbers[1:]:
             parent = known.releases[number - 1]["release_id"]
             self._expect(known.releases[number]["parent_id"] == parent, f"{scenario}: release {number} has two parents")
         steps = sorted(known.commits)
         self._expect(
-            steps == list(range(1, len(steps) + 1)), f"{scenario}: steps are missing: {len(steps)} up to {steps[-1]}"
+            steps == list(range(1, len(steps) + 1)), f"{scenario}: steps are missing: {len(steps)} up to {steps[-1:]}"
         )
         self._check_commits(scenario, known)
 

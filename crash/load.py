@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 RECEIPT_HEADER = "x-reef-agent-record-id"
-RETRY_SECONDS = 0.05
+RETRY_SECONDS = 0.2
 QUESTIONS = ("What grows on a reef?", "Why?", "Tell me about the tide.", "And the fish, what do they eat at night?")
 NO_SPECIAL_TOKENS = {"256": -100, "257": -100}
 

@@ -48,7 +48,8 @@ class Reef:
 
     def start(self) -> None:
         self.runs += 1
-        self.server = Server(self.flags, self.directory / f"server-{self.runs}.log")
+        arguments = [f"--{key}={value}" for key, value in self.flags.items()]
+        self.server = Server(arguments, self.directory / f"server-{self.runs}.log")
         self.server.start()
         for _ in self.server.starting(90):
             pass

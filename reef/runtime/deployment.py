@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from reef.errors import BarrierError, EngineUncertain, ReefError, WorkerDied
+from reef.errors import BarrierError, EngineUncertain, ReefError, TrainingError, Unavailable, WorkerDied
 from reef.points import Point, crossing
+from reef.runtime.executor import KINDS, is_class_path
 from reef.runtime.interfaces import (
     Candidate,
     EngineReport,
@@ -32,6 +34,9 @@ log = logging.getLogger("reef.deployment")
 
 T = TypeVar("T")
 
+OWED_SECONDS = 30.0
+"""How long a committed release may wait for its engines to be resumed before they are replaced."""
+
 
 class ExecutionConfig(
     msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, rename=lambda name: name.replace("_", "-")
@@ -39,12 +44,40 @@ class ExecutionConfig(
     """Section `execution`: where workers run."""
 
     executor: Annotated[
-        Literal["mp", "uni"],
-        msgspec.Meta(description="mp: engine and trainer in processes of their own; uni: inside the service"),
+        str,
+        msgspec.Meta(
+            description="mp: engine and trainer in processes of their own; uni: inside the service; ray: as Ray "
+            "actors; auto: ray where a cluster's address is known, else mp; or package.module:Class of your own"
+        ),
     ] = "mp"
+    ray_address: Annotated[
+        str,
+        msgspec.Meta(
+            description="host:port of a Ray cluster that this machine has joined; empty: RAY_ADDRESS, "
+            "or a local Ray that lives as long as the service"
+        ),
+    ] = ""
+    cpus_per_worker: Annotated[
+        float,
+        msgspec.Meta(
+            ge=0, description="ray: CPUs reserved for each engine and trainer; it gets as many threads (>= 1)"
+        ),
+    ] = 1.0
     start_timeout: Annotated[float, msgspec.Meta(gt=0, description="Seconds that a component may take to start")] = (
         600.0
     )
+
+    def __post_init__(self) -> None:
+        if self.executor not in KINDS and not is_class_path(self.executor):
+            raise ValueError(
+                f"executor must be one of {', '.join(KINDS)} or package.module:Class, got {self.executor!r}"
+            )
+        if self.ray_address and self.executor not in ("ray", "auto"):
+            raise ValueError(
+                f"ray-address is for the executors ray and auto, got {self.ray_address!r} with executor {self.executor}"
+            )
+        if self.ray_address != "auto" and self.ray_address and not re.fullmatch(r"[^/\s]+:\d+", self.ray_address):
+            raise ValueError(f'ray-address must be host:port or "auto", got {self.ray_address!r}')
 
 
 class CoordinatorRuntime(TrainingRuntime):
@@ -67,11 +100,13 @@ class CoordinatorRuntime(TrainingRuntime):
         self._trainer = trainer
         self._handler = handler
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="coordinator")
+        self._training = ThreadPoolExecutor(1, thread_name_prefix="training")
+        self._reports: asyncio.Task[list[EngineReport]] | None = None  # shared by all who ask meanwhile
         self._connected_to = -1  # the publication's engine generation that the handler is connected to
         self._watch: asyncio.Task[None] | None = None
         self._nudge = asyncio.Event()
         self._budgets = {"engine": RestartBudget(), "trainer": RestartBudget()}
-        self.fatal: str | None = None
+        self.stopped: dict[str, str] = {}  # component -> why it is not replaced any more
         self.repairing: str | None = None
 
     # ------------------------------------------------------------------ life
@@ -105,7 +140,8 @@ class CoordinatorRuntime(TrainingRuntime):
                 await asyncio.to_thread(close)
             except Exception:
                 log.exception("closing a component failed")
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._thread, self._training):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     async def _connect(self) -> None:
         generation = self._publication.generation
@@ -128,7 +164,20 @@ class CoordinatorRuntime(TrainingRuntime):
     # ------------------------------------------------------------------ contract
 
     async def train(self, job: TrainJob, runtime_load_id: str) -> Candidate:
-        return await self._call(self._coordinator.train, job, runtime_load_id)
+        if reason := self.stopped.get("trainer"):
+            raise Unavailable(reason)
+        if (found := await self._call(self._coordinator.begin, job)) is not None:
+            return found
+        try:
+            # On a thread of its own: an engine that dies meanwhile is replaced at once.
+            result = await asyncio.get_running_loop().run_in_executor(self._training, self._coordinator.compute, job)
+        except TrainingError as error:
+            await self._call(self._coordinator.fail, job, str(error))
+            raise
+        except WorkerDied:
+            self._nudge.set()
+            raise
+        return await self._call(self._coordinator.checkpoint, job, result, runtime_load_id)
 
     async def adopt(self, candidate: Candidate) -> Candidate:
         return await self._call(self._coordinator.adopt, candidate)
@@ -150,42 +199,52 @@ class CoordinatorRuntime(TrainingRuntime):
 
     async def engine_reports(self) -> list[EngineReport]:
         """What the engines say of themselves; empty while they cannot answer."""
+        if self._reports is None or self._reports.done():
+            self._reports = asyncio.create_task(asyncio.to_thread(self._engines.reports))
         try:
-            return await asyncio.wait_for(asyncio.to_thread(self._engines.reports), 5.0)
+            return await asyncio.wait_for(asyncio.shield(self._reports), 5.0)
         except (ReefError, TimeoutError):
             return []
 
     # ------------------------------------------------------------------ supervision
 
     def health(self) -> list[str]:
-        """Reasons why this deployment cannot serve or train; empty when it can."""
-        if self.fatal is not None:
-            return [self.fatal]
-        found = [self._engines.health(), self._trainer.health() if self._trainer is not None else None]
-        reasons = [reason for reason in found if reason is not None]
-        if self.repairing is not None:
-            reasons.append(self.repairing)
-        return reasons
+        """Reasons why this deployment cannot serve; empty when it can. A dead trainer keeps nobody from serving."""
+        reasons = [self.stopped.get("engine"), self.repairing, self._engines.health()]
+        return [reason for reason in reasons if reason is not None][:1]
+
+    def training_health(self) -> str | None:
+        """Why nothing can be trained now; None when it can, or when nothing is meant to train."""
+        if self._trainer is None:
+            return None
+        return self.stopped.get("trainer") or self._trainer.health()
 
     async def _supervise(self, poll_seconds: float = 0.5) -> None:
-        while self.fatal is None:
+        while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(poll_seconds):
                     await self._nudge.wait()
             self._nudge.clear()
             if reason := self._engines.health():
+                await self._replace("engine", reason, self._repair_engines)
+            elif self._coordinator.owes_seconds > OWED_SECONDS:
+                reason = "a committed release could not be resumed"
                 await self._replace("engine", reason, self._coordinator.repair_engines)
             elif self._trainer is not None and (reason := self._trainer.health()):
                 await self._replace("trainer", reason, self._restart_trainer)
 
     async def _replace(self, component: str, reason: str, repair: Callable[[], None]) -> None:
+        if component in self.stopped:
+            return
         delay = self._budgets[component].take()
         if delay is None:
-            self.fatal = f"the {component} died too often to be replaced again; last reason: {reason}"
-            log.error(self.fatal)
+            self.stopped[component] = f"the {component} died too often to be replaced again; last reason: {reason}"
+            log.error(self.stopped[component])
             return
-        self.repairing = f"the {component} is being replaced: {reason}"
-        log.warning("%s (in %.0f s)", self.repairing, delay)
+        text = f"the {component} is being replaced: {reason}"
+        log.warning("%s (in %.0f s)", text, delay)
+        if component == "engine":
+            self.repairing = text
         try:
             await asyncio.sleep(delay)
             await self._call(repair)
@@ -196,6 +255,10 @@ class CoordinatorRuntime(TrainingRuntime):
             log.exception("replacing the %s failed", component)
         finally:
             self.repairing = None
+
+    def _repair_engines(self) -> None:
+        if self._engines.health() is not None:  # else a publication that was tried again replaced them meanwhile
+            self._coordinator.repair_engines()
 
     def _restart_trainer(self) -> None:
         assert self._trainer is not None

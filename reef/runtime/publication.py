@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
 from reef.errors import EngineError, VerificationError
@@ -46,6 +47,10 @@ class Publication:
         self._probe = probe
         self._heads: dict[str, Release] = {}
         self.generation = 0  # how often the engines were replaced
+        self.pause_seconds: float | None = None  # of the newest publication: from the barrier's start to its end
+        self._paused_at: float | None = None
+        self._lanes: dict[str, str] = {}  # what they were pointed at last; others serve their heads
+        self._replaced: dict[str, str] = {}  # scenario -> load that its newest head took over from
 
     def load_of(self, runtime_load_id: str, content_id: str) -> WeightLoad:
         """Describe a load; base content needs no bytes, and the directory itself tells adapters from full weights."""
@@ -78,13 +83,14 @@ class Publication:
 
     def pause(self) -> None:
         """The barrier. Raises BarrierError."""
+        self._paused_at = time.monotonic()
         with crossing(Point.PAUSE):
             self._engines.pause(self._pause_mode)
 
     def switch(self, candidate: Candidate) -> None:
         """Point the lane at the staged candidate while paused; verify it on every engine. Raises VerificationError."""
         with crossing(Point.SWITCH):
-            self._engines.activate(candidate.scenario, candidate.runtime_load_id)
+            self._activate(candidate.scenario, candidate.runtime_load_id)
         with crossing(Point.VERIFY):
             self._verify_switch(candidate)
 
@@ -98,25 +104,39 @@ class Publication:
                     f"expected {candidate.runtime_load_id} ({candidate.content_id}, paused=True)"
                 )
 
-    def finish(self, release: Release) -> None:
-        """The release is committed: resume, then free what it replaced."""
+    def commit_head(self, release: Release) -> None:
+        """The store says that this is the head: engines that are replaced from here on must get it."""
         previous = self._heads.get(release.scenario)
-        self._heads[release.scenario] = release  # first: engines replaced from here on must get this head
-        self._resume()
         if previous is not None and previous.runtime_load_id != release.runtime_load_id:
-            self._drop(previous.runtime_load_id)
+            self._replaced[release.scenario] = previous.runtime_load_id
+        self._heads[release.scenario] = release
 
-    def withdraw(self, candidate: Candidate, *, switched: bool) -> None:
-        """Put the incumbent back and free the candidate. A lane that was switched is switched back while paused."""
-        if switched:
-            head = self._heads[candidate.scenario]
-            self._engines.activate(candidate.scenario, head.runtime_load_id)
+    def finish(self, release: Release) -> None:
+        """After `commit_head`: resume, then free what the release replaced."""
+        self._resume()
+        if (replaced := self._replaced.pop(release.scenario, None)) is not None:
+            self._drop(replaced)
+
+    def withdraw(self, candidate: Candidate) -> None:
+        """Put the incumbent back if the candidate was switched in, resume if paused, free the candidate."""
+        head = self._heads[candidate.scenario]
+        if self._lanes.get(candidate.scenario, head.runtime_load_id) != head.runtime_load_id:
+            if self._paused_at is None:
+                self.pause()
+            self._activate(candidate.scenario, head.runtime_load_id)
+        if self._paused_at is not None:
             self._resume()
         self._drop(candidate.runtime_load_id)
+
+    def _activate(self, lane: str, runtime_load_id: str) -> None:
+        self._lanes[lane] = runtime_load_id
+        self._engines.activate(lane, runtime_load_id)
 
     def _resume(self) -> None:
         with crossing(Point.RESUME):
             self._engines.resume()
+        if self._paused_at is not None:
+            self.pause_seconds, self._paused_at = time.monotonic() - self._paused_at, None
 
     def _drop(self, runtime_load_id: str) -> None:
         in_use = {BASE_LOAD_ID, *(head.runtime_load_id for head in self._heads.values())}
@@ -129,10 +149,6 @@ class Publication:
             log.warning("load %s could not be freed: %s", runtime_load_id, error)
 
     # ------------------------------------------------------------------ committed heads
-
-    def adopt_head(self, release: Release) -> None:
-        """The store says that this is the head now, whatever the engines serve."""
-        self._heads[release.scenario] = release
 
     def remember(self, release: Release) -> None:
         """A scenario was created: its head is the base load, which every engine has."""
@@ -147,10 +163,12 @@ class Publication:
             self._resume()
 
     def _restore(self, heads: Sequence[Release]) -> None:
+        self._paused_at = time.monotonic()
+        self._lanes, self._replaced = {}, {}
         self._engines.pause(PauseMode.IN_PLACE)
         for head in heads:
             self._engines.stage(self.load_of(head.runtime_load_id, head.content_id))
-            self._engines.activate(head.scenario, head.runtime_load_id)
+            self._activate(head.scenario, head.runtime_load_id)
         for report in self._engines.reports():
             wrong = {head.scenario for head in heads if report.lanes.get(head.scenario) != head.runtime_load_id}
             if wrong:

@@ -22,10 +22,20 @@ import asyncio
 import contextlib
 import logging
 import shutil
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from reef.errors import BarrierError, Conflict, EngineError, ReefError, TrainingError, WorkerDied
+from reef.errors import (
+    BarrierError,
+    Conflict,
+    EngineError,
+    ReefError,
+    StorageError,
+    TrainingError,
+    Unavailable,
+    WorkerDied,
+)
 from reef.points import Point, crossing
 from reef.runtime.interfaces import (
     Candidate,
@@ -59,14 +69,26 @@ class TrainingCoordinator:
         self._publication = publication
         self._contents = contents
         self._marker = marker
+        self._owed: tuple[float, Release] | None = None  # committed, but its engines are not resumed yet
 
     def marker(self) -> Marker | None:
         return self._marker.read()
 
     def train(self, job: TrainJob, runtime_load_id: str) -> Candidate:
-        """One step to a durable, staged candidate.
+        """One step to a durable, staged candidate: `begin`, `compute`, `checkpoint` in a row."""
+        if (found := self.begin(job)) is not None:
+            return found
+        try:
+            result = self.compute(job)
+        except TrainingError as error:
+            self.fail(job, str(error))
+            raise
+        return self.checkpoint(job, result, runtime_load_id)
 
-        Raises TrainingError (the marker is then REJECTED), WorkerDied (it stays RUNNING), EngineError (CHECKPOINT).
+    def begin(self, job: TrainJob) -> Candidate | None:
+        """RUNNING, unless this job is a candidate already: then that, staged.
+
+        Raises Unavailable while another job is in flight.
         """
         if self._trainer is None:
             raise TrainingError("this deployment has no trainer (training.backend is none)")
@@ -75,16 +97,30 @@ class TrainingCoordinator:
             self._publication.stage(found.candidate)
             return found.candidate
         self._require_idle(found, job.job_id)
-        marker = Marker(job_id=job.job_id, scenario=job.scenario, state=MarkerState.RUNNING, updated_at=0.0)
-        self._marker.write(marker)
+        self._marker.write(Marker(job_id=job.job_id, scenario=job.scenario, state=MarkerState.RUNNING, updated_at=0.0))
+        return None
+
+    def compute(self, job: TrainJob) -> TrainResult:
+        """The step itself. It touches neither the marker nor the engines, so any thread may call it meanwhile.
+
+        Raises TrainingError (the batch is at fault), StorageError, WorkerDied.
+        """
+        assert self._trainer is not None
         try:
             with crossing(Point.TRAIN):
-                result = self._trainer.train(job)
-        except WorkerDied:
+                return self._trainer.train(job)
+        except (TrainingError, StorageError, WorkerDied):
             raise
-        except ReefError as error:
-            self._settle(marker, MarkerState.REJECTED, str(error))
-            raise TrainingError(str(error)) from error
+        except Exception as error:  # whatever a trainer's library raises on this batch
+            raise TrainingError(f"{type(error).__name__}: {error}") from error
+
+    def fail(self, job: TrainJob, reason: str) -> None:
+        """The batch cannot be trained: REJECTED."""
+        self._settle(self._require(job.job_id, MarkerState.RUNNING), MarkerState.REJECTED, reason)
+
+    def checkpoint(self, job: TrainJob, result: TrainResult, runtime_load_id: str) -> Candidate:
+        """CHECKPOINT, then stage. Raises StorageError (still RUNNING), EngineError (CHECKPOINT), VerificationError."""
+        marker = self._require(job.job_id, MarkerState.RUNNING)
         marker.candidate = self._checkpoint(job, result, runtime_load_id)
         marker.state = MarkerState.CHECKPOINT
         self._marker.write(marker)
@@ -138,16 +174,15 @@ class TrainingCoordinator:
             self._publication.rebuild(resume=False)
             self._publication.stage(candidate)
         else:
+            # Durable before the pause: a marker that cannot be written must not leave anything paused.
             marker.state = MarkerState.UPDATING_WEIGHTS
+            self._marker.write(marker)
             try:
                 self._publication.pause()
             except (BarrierError, WorkerDied) as error:
-                marker.error = f"the pause barrier failed: {error}"
-                self._marker.write(marker)
-                raise BarrierError(marker.error) from error
-            self._marker.write(marker)
+                raise BarrierError(f"the pause barrier failed: {error}") from error
         self._publication.switch(candidate)
-        marker.state, marker.error = MarkerState.READY_TO_COMMIT, None
+        marker.state = MarkerState.READY_TO_COMMIT
         self._marker.write(marker)
 
     def acknowledge(self, job_id: str, release: Release) -> None:
@@ -164,39 +199,61 @@ class TrainingCoordinator:
         )
         if marker.state is MarkerState.COMPLETE:
             return
+        self._owe(release)
         replaced = marker.state is MarkerState.UPDATING_WEIGHTS
         marker.state = MarkerState.HEAD_COMMITTED
         self._marker.write(marker)
         if replaced:
-            self._publication.adopt_head(release)
             self._publication.rebuild(resume=True)
         else:
             self._publication.finish(release)
         self._settle(marker, MarkerState.COMPLETE, None)
+        self._owed = None
+
+    def _owe(self, release: Release) -> None:
+        """From now on fresh engines get this head, whatever the marker says."""
+        if self._owed is None:
+            self._owed = (time.monotonic(), release)
+        self._publication.commit_head(release)
+
+    @property
+    def owes_seconds(self) -> float:
+        """For how long a committed release has not been resumed; 0.0 if none is waiting."""
+        return time.monotonic() - self._owed[0] if self._owed is not None else 0.0
 
     def reject(self, job_id: str, reason: str) -> None:
-        """Incumbent resources restored, then REJECTED. Legal from any state before HEAD_COMMITTED."""
+        """Incumbent resources restored, then REJECTED. Legal from any state before HEAD_COMMITTED.
+
+        The engines come first: a marker that cannot be written must not keep them paused. Repeat it after StorageError.
+        """
         marker = self._marker.read()
         if marker is None or marker.job_id != job_id or marker.state in SETTLED:
             return
-        if marker.state is MarkerState.HEAD_COMMITTED:
+        if marker.state is MarkerState.HEAD_COMMITTED or self._owed is not None:
             raise Conflict(f"job {job_id} is committed and can no longer be rejected; roll back instead")
-        switched = marker.state in (MarkerState.UPDATING_WEIGHTS, MarkerState.READY_TO_COMMIT)
         marker.state, marker.error = MarkerState.REJECTING, reason
-        self._marker.write(marker)
-        if marker.candidate is not None:
-            try:
-                self._publication.withdraw(marker.candidate, switched=switched)
-            except (EngineError, WorkerDied, BarrierError) as error:
-                log.warning("rejecting %s: engines are replaced (%s)", job_id, error)
-                self._publication.rebuild(resume=True)
+        try:
+            self._marker.write(marker)
+        finally:
+            if marker.candidate is not None:
+                self._withdraw(marker.candidate)
         self._settle(marker, MarkerState.REJECTED, reason)
+
+    def _withdraw(self, candidate: Candidate) -> None:
+        try:
+            self._publication.withdraw(candidate)
+        except (EngineError, WorkerDied, BarrierError) as error:
+            log.warning("withdrawing %s: engines are replaced (%s)", candidate.job_id, error)
+            self._publication.rebuild(resume=True)
 
     def recover(self, heads: Sequence[Release], committed: bool) -> Candidate | None:
         """Fresh engines get the committed heads; the marker is settled, or its candidate handed back to go on with."""
         marker = self._marker.read()
         self._publication.restore(heads, resume=True)
         if marker is None or marker.state in SETTLED:
+            return None
+        if marker.scenario not in {head.scenario for head in heads}:
+            self._settle(marker, MarkerState.REJECTED, f"scenario {marker.scenario!r} is not in the database")
             return None
         if committed:
             self._settle(marker, MarkerState.COMPLETE, None)
@@ -227,8 +284,15 @@ class TrainingCoordinator:
     def repair_engines(self) -> None:
         """Replace dead engines by fresh ones with the committed heads; they stay paused behind an open commit gate."""
         marker = self._marker.read()
-        if marker is None or marker.state in SETTLED or marker.state in (MarkerState.RUNNING, MarkerState.REJECTING):
+        if self._owed is not None and marker is not None:
             self._publication.rebuild(resume=True)
+            self._settle(marker, MarkerState.COMPLETE, None)
+            self._owed = None
+        elif marker is None or marker.state in SETTLED or marker.state is MarkerState.RUNNING:
+            self._publication.rebuild(resume=True)
+        elif marker.state is MarkerState.REJECTING:
+            self._publication.rebuild(resume=True)
+            self._settle(marker, MarkerState.REJECTED, marker.error)
         elif marker.state is MarkerState.CHECKPOINT:
             assert marker.candidate is not None
             self._publication.rebuild(resume=True)
@@ -243,7 +307,9 @@ class TrainingCoordinator:
 
     def _require_idle(self, found: Marker | None, job_id: str) -> None:
         if found is not None and found.state not in SETTLED and found.job_id != job_id:
-            raise Conflict(f"job {found.job_id} is in flight ({found.state}); one job at a time")
+            raise Unavailable(
+                f"job {found.job_id} of scenario {found.scenario!r} is in flight ({found.state}); one job at a time"
+            )
 
     def _require(self, job_id: str, *states: MarkerState) -> Marker:
         marker = self._marker.read()

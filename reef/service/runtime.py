@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from reef import __version__
 from reef.artifact import chain
 from reef.artifact.base import base_content_id
 from reef.artifact.content import DirectoryContentStore
-from reef.errors import NotFound, StorageError
+from reef.errors import ConfigError, NotFound, StorageError
 from reef.inference.chat.service import ChatService
 from reef.inference.chat.tokenizer import ChatTokenizer
 from reef.inference.local.backend import LocalBackend
@@ -23,11 +23,9 @@ from reef.recipe.lookup import build_evaluator, build_recipe
 from reef.records.lock import DirectoryLock
 from reef.records.sqlite import SqliteStorage
 from reef.runtime.deployment import CoordinatorRuntime
-from reef.runtime.executor import make_executor
 from reef.runtime.interfaces import (
     Candidate,
     CandidateSampler,
-    Executor,
     InferenceHandler,
     MarkerState,
     PauseMode,
@@ -39,10 +37,11 @@ from reef.runtime.interfaces import (
 from reef.runtime.publication import Publication, probe_ids
 from reef.runtime.recovery import MarkerFile
 from reef.runtime.scheduler import TrainingCoordinator
-from reef.scenario.scenario import Scenario, Services
+from reef.scenario.scenario import Scenario
+from reef.scenario.steps import Services
 from reef.service.config import NoTraining, ReefConfig
+from reef.service.workplace import ENGINE, TRAINER, Workplace
 from reef.train.torch_backend.backend import TorchBackend
-from reef.train.torch_backend.config import PROCESS_ENVIRONMENT
 
 log = logging.getLogger("reef.service")
 
@@ -71,6 +70,7 @@ class Deployment:
         self.data = Path(config.reef.data_dir)
         self.started_at = time.time()
         self._lock = DirectoryLock(self.data)
+        self._workplace = Workplace(config.execution, config.inference, config.training, self.data / "logs")
         self._scenarios: dict[str, Scenario] = {}
         self._creating = asyncio.Lock()
         self._checked = (0.0, "")  # when the store was last proven, and what was wrong with it
@@ -83,9 +83,13 @@ class Deployment:
         async with AsyncExitStack() as opened:
             self._lock.acquire()
             opened.callback(self._lock.release)
+            MarkerFile(self.data / "marker.json").read()  # a damaged one is said before the models are loaded
             await self._build()
+            await asyncio.to_thread(self._workplace.open)
+            opened.push_async_callback(asyncio.to_thread, self._workplace.close)
             await self.storage.open()
             opened.push_async_callback(self.storage.close)
+            await self._check_chain()
             opened.push_async_callback(self._runtime.close)
             await self._runtime.start()
             opened.push_async_callback(self._close_scenarios)
@@ -103,7 +107,7 @@ class Deployment:
             read_threads=config.storage.read_threads,
         )
         self._contents = contents = DirectoryContentStore(data / "artifacts")
-        engines = LocalBackend(config.inference, self._engine_executor, base_content_id=base)
+        engines = LocalBackend(config.inference, partial(self._workplace.executor, ENGINE), base_content_id=base)
         self.handler: InferenceHandler = LocalHandler(engines.socket_paths)
         tokenizer = await asyncio.to_thread(ChatTokenizer.load, model)
         self.chat = ChatService(tokenizer, self.handler)
@@ -128,30 +132,34 @@ class Deployment:
         )
         self._base = base
 
-    def _engine_executor(self, worker: str, kwargs_per_rank: Sequence[Mapping[str, Any]]) -> Executor:
-        return self._executor("engine", worker, kwargs_per_rank)
-
     def _trainer(self) -> TrainingBackend | None:
         training = self.config.training
         if isinstance(training, NoTraining):
             return None
         arguments = {"model_path": self.config.inference.model_path, "config": training}
-        return TorchBackend(training, lambda: self._executor("trainer", TORCH_WORKER, [arguments]))
-
-    def _executor(self, name: str, worker: str, kwargs_per_rank: Sequence[Mapping[str, Any]]) -> Executor:
-        execution = self.config.execution
-        return make_executor(
-            execution.executor,
-            worker,
-            kwargs_per_rank,
-            name=name,
-            env_per_rank=[PROCESS_ENVIRONMENT] * len(kwargs_per_rank),
-            log_directory=self.data / "logs",
-            start_timeout=execution.start_timeout,
-        )
+        return TorchBackend(training, partial(self._workplace.executor, TRAINER, TORCH_WORKER, [arguments]))
 
     def _sampler(self, candidate: Candidate, head: Release) -> CandidateSampler:
         return PinnedSampler(self.chat, candidate.runtime_load_id, head.runtime_load_id)
+
+    async def _check_chain(self) -> None:
+        """Adapters fit one base model and one kind of trainer only. Raises ConfigError before anything is started."""
+        for state in await self.storage.scenarios():
+            base = (await self.storage.releases(state.scenario, limit=10_000_000))[-1]
+            if base.content_id != self._base:
+                raise ConfigError(
+                    f"inference.model-path: scenario {state.scenario!r} in {self.data} was begun on another base "
+                    "model; serve that one, or choose another reef.data-dir"
+                )
+            training = self.config.training
+            if isinstance(training, NoTraining) or state.head.content_id == self._base:
+                continue
+            kind = self._publication.load_of(state.head.runtime_load_id, state.head.content_id).kind
+            if kind != training.mode:
+                raise ConfigError(
+                    f"training.mode is {training.mode}, but the head of scenario {state.scenario!r} is {kind}: "
+                    f"start with training.mode {kind}, or choose another reef.data-dir"
+                )
 
     async def _recover(self) -> None:
         states = await self.storage.scenarios()
@@ -238,7 +246,9 @@ class Deployment:
             "model": self.models()[0],
             "uptime_seconds": round(time.time() - self.started_at, 1),
             "health": await self.health(),
+            "training_health": self._runtime.training_health(),
             "engines": await self._runtime.engine_reports(),
+            "last_pause_seconds": self._publication.pause_seconds,
             "job": None
             if marker is None
             else {"job_id": marker.job_id, "scenario": marker.scenario, "state": marker.state, "error": marker.error},

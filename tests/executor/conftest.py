@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from reef.runtime.executor import make_executor
+from reef.runtime.executor import make_executor, process
 from reef.runtime.executor.placement import Component, plan
 from tests.conftest import needs
 
@@ -23,12 +23,14 @@ def ray_cluster():
 
     cluster = RayCluster(num_cpus=2, num_gpus=2, object_store_bytes=STORE_BYTES)
     cluster.open()
+    family = process.family(str(cluster._session.directory))
     yield cluster
+    assert cluster.lost() is None
     cluster.close()
+    assert len(family) >= 4 and process.gone(family, 0.0), "the local Ray left something behind"
 
 
-@pytest.fixture
-def make(request):
+def _make(request):
     """`make_executor`; with `ray`, in a reservation of its own on the shared Ray. Closes what it made."""
     opened = ExitStack()
 
@@ -48,6 +50,10 @@ def make(request):
 
     with opened:
         yield make
+
+
+make = pytest.fixture(_make)
+make_for_module = pytest.fixture(_make, scope="module")
 
 
 def alive(pid: int) -> bool:

@@ -10,24 +10,40 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from reef.errors import EngineUncertain, InvalidRequest, ReefError, WorkerDied
+from reef.errors import ConfigError, EngineUncertain, InvalidRequest, ReefError, WorkerDied
 from reef.runtime.executor import MpExecutor, make_executor, resolve_kind
 from tests.executor.conftest import alive
 
 COUNTER = "tests.executor.workers:Counter"
 
 
-PROCESSES = pytest.mark.parametrize("kind", ["mp", "ray"])
+PROCESSES = pytest.mark.parametrize("kind", ["mp", "ray"], scope="module")
 
 
-@pytest.fixture(params=["uni", "mp", "ray"])
+@pytest.fixture(params=["uni", "mp", "ray"], scope="module")
 def kind(request):
     return request.param
 
 
+@pytest.fixture(scope="module")
+def kept(kind, make_for_module):
+    executor = make_for_module(kind, COUNTER, [{}, {}], name="counter")
+    executor.start()
+    return executor
+
+
 @pytest.fixture
-def executor(kind, make):
-    executor = make(kind, COUNTER, [{"start": 0}, {"start": 10}], name="counter")
+def executor(kept):
+    """Two counters, at 0 and 10; for tests that leave them alive."""
+    kept.rpc(0, "set", 0).result(10)
+    kept.rpc(1, "set", 10).result(10)
+    return kept
+
+
+@pytest.fixture
+def doomed(kind, make):
+    """The same, for tests that end them."""
+    executor = make(kind, COUNTER, [{}, {"start": 10}], name="counter")
     executor.start()
     return executor
 
@@ -77,16 +93,16 @@ def test_many_threads_may_call(executor):
     assert executor.rpc(0, "add", 0).result(10) == 400
 
 
-def test_close_finishes_what_was_sent_and_lets_the_worker_close(executor, tmp_path):
-    executor.rpc(0, "write_on_close", str(tmp_path / "closed"))
-    executor.rpc(0, "sleep", 0.2)
-    last = executor.rpc(0, "add", 5)
-    executor.close()
+def test_close_finishes_what_was_sent_and_lets_the_worker_close(doomed, tmp_path):
+    doomed.rpc(0, "write_on_close", str(tmp_path / "closed"))
+    doomed.rpc(0, "sleep", 0.2)
+    last = doomed.rpc(0, "add", 5)
+    doomed.close()
     assert last.result(0) == 5
     assert (tmp_path / "closed").read_text() == "5"
     with pytest.raises(WorkerDied, match="counter-0"):
-        executor.rpc(0, "add").result(1)
-    executor.close()
+        doomed.rpc(0, "add").result(1)
+    doomed.close()
 
 
 def test_a_failing_constructor_fails_the_start(kind, make):
@@ -102,18 +118,16 @@ def test_a_failing_constructor_fails_the_start(kind, make):
 
 
 @PROCESSES
-def test_death_by_signal_fails_everything_pending(executor):
-    pending = [executor.rpc(0, "sleep", 30), executor.rpc(0, "add")]
-    while len(executor.pids) < 2:
-        time.sleep(0.02)
-    os.kill(executor.pids[0], signal.SIGKILL)
+def test_death_by_signal_fails_everything_pending(doomed):
+    pending = [doomed.rpc(0, "sleep", 30), doomed.rpc(0, "add")]
+    os.kill(doomed.pids[0], signal.SIGKILL)
     for future in pending:
-        with pytest.raises(WorkerDied, match=rf"counter-0 \(pid {executor.pids[0]}\)"):
+        with pytest.raises(WorkerDied, match=rf"counter-0 \(pid {doomed.pids[0]}\)"):
             future.result(5)
     with pytest.raises(WorkerDied):
-        executor.rpc(0, "add").result(0)
-    assert "counter-0" in executor.health()
-    assert executor.rpc(1, "add").result(5) == 11
+        doomed.rpc(0, "add").result(0)
+    assert "counter-0" in doomed.health()
+    assert doomed.rpc(1, "add").result(5) == 11
 
 
 @PROCESSES
@@ -122,7 +136,6 @@ def test_the_death_of_an_idle_worker_is_noticed_and_told_once(kind, make):
     executor = make(kind, COUNTER, [{}, {}], name="counter")
     executor.on_failure(heard.append)
     executor.start()
-    executor.collective_rpc("add")[1].result(10)
     for pid in executor.pids:
         os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
@@ -187,10 +200,9 @@ def test_calls_run_on_the_main_thread_and_the_environment_is_per_worker(kind, ma
 
 @PROCESSES
 def test_workers_ignore_the_interrupt_of_a_terminal(executor):
-    executor.collective_rpc("add")[1].result(5)
     for pid in executor.pids:
         os.kill(pid, signal.SIGINT)
-    assert [f.result(5) for f in executor.collective_rpc("add")] == [2, 12]
+    assert [f.result(5) for f in executor.collective_rpc("add")] == [1, 11]
 
 
 @PROCESSES
@@ -256,8 +268,10 @@ def test_a_start_can_be_called_off(kind, make, delay):
 def test_the_kind_is_checked():
     with pytest.raises(ValueError, match=r"one of auto, mp, uni, ray or package\.module:Class; got 'thread'"):
         make_executor("thread", COUNTER, [{}])
-    with pytest.raises(ValueError, match=r"must be a subclass of .*Executor; got 'tests.executor.workers:Counter'"):
+    with pytest.raises(ConfigError, match=r"must be a subclass of .*Executor; got 'tests.executor.workers:Counter'"):
         make_executor(COUNTER, COUNTER, [{}])
+    with pytest.raises(ConfigError, match=r"'tests.executor.workers:Nothing' cannot be loaded: .*Nothing"):
+        make_executor("tests.executor.workers:Nothing", COUNTER, [{}])
 
 
 def test_an_executor_of_ones_own_by_its_path():

@@ -23,6 +23,9 @@ class Counter:
         self.value = start
         self.closed_file: str | None = None
 
+    def set(self, value: int) -> None:
+        self.value = value
+
     def add(self, amount: int = 1) -> int:
         self.value += amount
         return self.value

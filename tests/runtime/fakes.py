@@ -25,17 +25,16 @@ class Faults:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self._planted: dict[str, tuple[int, BaseException]] = {}
+        self._planted: dict[tuple[str, int], BaseException] = {}  # (operation, number of the call)
         self._seen: Counter[str] = Counter()
 
     def plant(self, operation: str, error: BaseException, nth: int = 1) -> None:
-        self._planted[operation] = (self._seen[operation] + nth, error)
+        self._planted[operation, self._seen[operation] + nth] = error
 
     def hit(self, operation: str) -> None:
         self.calls.append(operation)
         self._seen[operation] += 1
-        nth, error = self._planted.get(operation, (0, None))
-        if error is not None and self._seen[operation] == nth:
+        if error := self._planted.get((operation, self._seen[operation])):
             raise error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reef.artifact.content import DirectoryContentStore
-from reef.errors import BarrierError, Conflict, EngineError, TrainingError, VerificationError, WorkerDied
+from reef.errors import BarrierError, EngineError, TrainingError, Unavailable, VerificationError, WorkerDied
 from reef.runtime.interfaces import (
     BASE_LOAD_ID,
     MarkerState,
@@ -175,7 +175,7 @@ def test_a_dead_trainer_leaves_running_and_the_same_job_may_train_again(world):
 
 def test_one_job_at_a_time(world):
     world.coordinator.train(world.job("j1"), "engine:1")
-    with pytest.raises(Conflict, match="in flight"):
+    with pytest.raises(Unavailable, match="in flight"):
         world.coordinator.train(world.job("j2"), "engine:2")
 
 

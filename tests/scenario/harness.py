@@ -26,6 +26,7 @@ from reef.runtime.interfaces import (
     Generation,
     InferenceHandler,
     InferenceRecord,
+    MarkerState,
     PauseMode,
     Release,
     ReportRecord,
@@ -36,7 +37,8 @@ from reef.runtime.interfaces import (
 from reef.runtime.publication import Publication
 from reef.runtime.recovery import MarkerFile
 from reef.runtime.scheduler import TrainingCoordinator
-from reef.scenario.scenario import Scenario, Services
+from reef.scenario.scenario import Scenario
+from reef.scenario.steps import Services
 from tests.runtime.fakes import FakeEngines, FakeTrainer, Faults
 
 
@@ -86,7 +88,8 @@ class Harness:
         self.faults = Faults()
         self.verdict = Verdict()
         self.recipe = {"batch-size": 2, "min-age": 0.0, **recipe}
-        self.generations: int = 0
+        self.released_error: Exception | None = None
+        self.others: dict[str, Scenario] = {}
 
     async def boot(self) -> Harness:
         self.engines, self.trainer = FakeEngines(self.faults), FakeTrainer(self.faults)
@@ -94,12 +97,12 @@ class Harness:
         await self.storage.open()
         self.contents = DirectoryContentStore(self.path / "artifacts")
         publication = Publication(self.engines, self.contents, PauseMode.IN_PLACE, "base", list(range(8)))
-        coordinator = TrainingCoordinator(
-            self.trainer, publication, self.contents, MarkerFile(self.path / "marker.json")
-        )
+        self.publication = publication
+        self.marker = MarkerFile(self.path / "marker.json")
+        coordinator = TrainingCoordinator(self.trainer, publication, self.contents, self.marker)
         self.runtime = CoordinatorRuntime(coordinator, publication, self.engines, self.trainer, IdleHandler())
         await self.runtime.start()
-        services = Services(
+        self.services = services = Services(
             storage=self.storage,
             contents=self.contents,
             runtime=self.runtime,
@@ -120,24 +123,42 @@ class Harness:
         await self.scenario.start(recovered)
         return self
 
-    async def _released(self) -> None: ...
+    async def _released(self) -> None:
+        if self.released_error is not None:
+            raise self.released_error
+
+    async def another(self, name: str) -> Scenario:
+        """A second scenario of the same deployment."""
+        state = await self.storage.create_scenario(chain.base_release(name, "base", 1.0))
+        self.publication.remember(state.head)
+        self.others[name] = Scenario(state, self.services)
+        await self.others[name].start()
+        return self.others[name]
+
+    def state(self) -> MarkerState:
+        found = self.marker.read()
+        assert found is not None
+        return found.state
 
     async def stop(self) -> None:
         await self.scenario.close()
         await self.runtime.close()
         await self.storage.close()
 
-    async def feedback(self, name: str, score: float | None, **fields: object) -> None:
+    async def feedback(self, name: str, score: float | None, scenario: str = "s", **fields: object) -> None:
         """One exchange under the current head, and a report about it."""
-        await self.storage.append(self.exchange(name, **fields))
-        await self.scenario.report(
-            ReportRecord(
-                record_id=f"report-{name}", scenario="s", created_at=time.time(), references=[name], score=score
-            )
+        target = self.others.get(scenario, self.scenario)
+        await self.storage.append(self.exchange(name, target, **fields))
+        report = ReportRecord(
+            record_id=f"report-{name}", scenario=scenario, created_at=time.time(), references=[name], score=score
         )
+        await target.report(report)
 
-    def exchange(self, name: str, ending: Ending = Ending.STOP, release_id: str | None = None) -> InferenceRecord:
-        head: Release = self.scenario.head
+    def exchange(
+        self, name: str, scenario: Scenario | None = None, ending: Ending = Ending.STOP, release_id: str | None = None
+    ) -> InferenceRecord:
+        scenario = scenario or self.scenario
+        head: Release = scenario.head
         generation = Generation(
             prompt_ids=[1, 2, 3],
             output_ids=[4, 5],
@@ -148,7 +169,7 @@ class Harness:
         )
         return InferenceRecord(
             record_id=name,
-            scenario="s",
+            scenario=scenario.name,
             created_at=time.time(),
             route="/v1/chat/completions",
             request=b"{}",

@@ -6,6 +6,7 @@ import pytest
 
 from reef.errors import BarrierError, Conflict, StorageError, TrainingError, WorkerDied
 from reef.runtime.interfaces import BASE_LOAD_ID, CommitKind, Disposition, Ending, ReleaseKind, ReportRecord
+from reef.scenario import steps
 from tests.scenario.harness import Harness
 
 
@@ -51,7 +52,7 @@ def test_equal_scores_train_nothing_and_say_so(tmp_path):
                     metadata={"group": "g", "group_size": 2},
                 )
             )
-        await reef.until(lambda: reef.scenario._last_outcome == "no signal")
+        await reef.until(lambda: reef.scenario._steps.outcome == "no signal")
         assert reef.scenario.head.number == 0 and reef.trainer.trained == []
         assert set((await reef.storage.consumed("s", ["a", "b"])).values()) == {Disposition.NO_SIGNAL}
 
@@ -65,7 +66,7 @@ def test_a_rejected_candidate_never_serves_and_its_records_are_spent(tmp_path, h
         reef.verdict.error = RuntimeError("scorer broke") if how == "raise" else None
         await reef.feedback("a", 1.0)
         await reef.feedback("b", 0.0)
-        await reef.until(lambda: reef.scenario._last_outcome.startswith("rejected"))
+        await reef.until(lambda: reef.scenario._steps.outcome.startswith("rejected"))
         assert reef.scenario.head.number == 0 and reef.engines.lanes["s"] == BASE_LOAD_ID
         assert set((await reef.storage.consumed("s", ["a", "b"])).values()) == {Disposition.REJECTED}
         job_id = reef.trainer.trained[0]
@@ -94,7 +95,7 @@ def test_a_bad_batch_is_written_off_and_the_next_one_trains(tmp_path):
         reef.faults.plant("train", TrainingError("loss is nan"))
         await reef.feedback("a", 1.0)
         await reef.feedback("b", 0.0)
-        await reef.until(lambda: "nan" in reef.scenario._last_outcome)
+        await reef.until(lambda: "nan" in reef.scenario._steps.outcome)
         await reef.feedback("c", 1.0)
         await reef.feedback("d", 0.0)
         await reef.released(1)
@@ -125,11 +126,12 @@ def test_a_store_that_refuses_the_commit_leaves_the_old_release_serving(tmp_path
                 raise StorageError("disk full")
             return await real(commit)
 
+        monkeypatch.setattr(steps, "ATTEMPTS", 2)
         refusing = [True]
         monkeypatch.setattr(reef.storage, "commit", refuse)
         await reef.feedback("a", 1.0)
         await reef.feedback("b", 0.0)
-        await reef.until(lambda: "StorageError" in (reef.scenario._scheduler.error or ""))
+        await reef.until(lambda: "given up" in (reef.scenario._scheduler.error or ""))
         assert reef.engines.lanes["s"] == BASE_LOAD_ID and not reef.engines.paused
         assert reef.scenario.head.number == 0
         refusing.clear()  # space returns

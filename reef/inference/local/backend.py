@@ -20,9 +20,9 @@ WORKER = "reef.inference.local.worker:EngineWorker"
 ExecutorFactory = Callable[[str, Sequence[Mapping[str, Any]]], Executor]
 """(worker class path, constructor arguments per rank) -> an executor that is not started."""
 
-# Trainer and engine run the same model through different kernels. In float32 they were seen to differ by 1e-5 nat, in
-# bfloat16 by up to 0.1 nat; a publication that was not applied differs by what was learned.
-_PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
+# Trainer and engine run the same model through different kernels. In float32 they were seen to differ by 1e-5 nat; in
+# bfloat16 by up to 0.5 nat on the probe's most improbable tokens. What was not applied at all is found exactly.
+_PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0, "float16": 0.1}
 _RESTART_CLOSE_SECONDS = 2.0
 _GRACE_SECONDS = 10.0
 

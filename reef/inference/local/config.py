@@ -12,8 +12,6 @@ from reef.runtime.interfaces import PauseMode
 BASE_LOAD_ID = "engine:0"
 """The runtime load ID of the base model as an engine started with it."""
 
-Text = Annotated[str, msgspec.Meta(min_length=1)]
-
 
 class LocalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, rename="kebab"):
     """One local engine, or `engines` equal ones."""
@@ -40,14 +38,18 @@ class LocalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     max_context: Annotated[
         int, msgspec.Meta(ge=0, description="most tokens, prompt plus output, of one request; 0: the model's own")
     ] = 0
-    max_loads: Annotated[int, msgspec.Meta(ge=1, description="loads resident besides the base model")] = 8
+    max_loads: Annotated[
+        int,
+        msgspec.Meta(
+            ge=2, description="loads resident besides the base model: one per trained scenario, one to publish"
+        ),
+    ] = 8
     prefix_cache: Annotated[
         bool, msgspec.Meta(description="share KV between requests; entries are keyed by runtime load ID")
     ] = True
     pause_mode: Annotated[
         PauseMode, msgspec.Meta(description="what a publication does to requests in flight: retract or in_place")
     ] = PauseMode.IN_PLACE
-    compile: Annotated[bool, msgspec.Meta(description="torch.compile the model; pays on long runs only")] = False
     kernels: Annotated[
         Literal["auto", "torch"],
         msgspec.Meta(description="auto: compile Reef's CPU kernels at first use where there is a C++ compiler"),

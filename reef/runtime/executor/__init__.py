@@ -14,7 +14,9 @@ from reef.runtime.executor.mp import MpExecutor
 from reef.runtime.executor.uni import UniExecutor, load_class
 from reef.runtime.interfaces import Executor
 
-__all__ = ["MpExecutor", "UniExecutor", "make_executor", "resolve_kind"]
+__all__ = ["MpExecutor", "UniExecutor", "executor_class", "is_class_path", "make_executor", "resolve_kind"]
+
+KINDS = ("auto", "mp", "uni", "ray")
 
 
 def resolve_kind(kind: str, ray_address: str = "") -> str:
@@ -42,43 +44,42 @@ def make_executor(
     with `uni`, `env_per_rank` is added to the environment (OMP_NUM_THREADS and the like, seen before any import) and
     output goes to `<log_directory>/<name>-<rank>.log`. `options` are for the executor's class: `reservation` for `ray`.
 
-    Raises ConfigError for `ray` where it is not installed.
+    Raises ConfigError for `ray` where it is not installed, and for a class that cannot be used.
     """
-    kind = resolve_kind(kind)
-    if kind == "uni":
-        return UniExecutor(worker_class, kwargs_per_rank, name=name, start_timeout=start_timeout, **options)
-    made: Executor = _executor_class(kind)(
+    settings: dict[str, Any] = {"env_per_rank": env_per_rank, "log_directory": log_directory}
+    found = executor_class(resolve_kind(kind))
+    made: Executor = found(
         worker_class,
         kwargs_per_rank,
         name=name,
-        env_per_rank=env_per_rank,
-        log_directory=log_directory,
         start_timeout=start_timeout,
+        **({} if found is UniExecutor else settings),
         **options,
     )
     return made
 
 
-def _executor_class(kind: str) -> Any:
+def executor_class(kind: str) -> Any:
+    """The class that `kind`, other than auto, stands for; see `make_executor`."""
+    if kind == "uni":
+        return UniExecutor
     if kind == "mp":
         return MpExecutor
     if kind == "ray":
-        require_ray()
+        if find_spec("ray") is None:
+            raise ConfigError("execution.executor ray needs the package ray: pip install 'reef[ray]'")
         from reef.runtime.executor.ray import RayExecutor
 
         return RayExecutor
     if not is_class_path(kind):
-        raise ValueError(f"executor must be one of auto, mp, uni, ray or package.module:Class; got {kind!r}")
-    found = load_class(kind)
+        raise ValueError(f"executor must be one of {', '.join(KINDS)} or package.module:Class; got {kind!r}")
+    try:
+        found = load_class(kind)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"execution.executor {kind!r} cannot be loaded: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Executor)):
-        raise ValueError(f"executor must be a subclass of reef.runtime.interfaces.Executor; got {kind!r}")
+        raise ConfigError(f"execution.executor must be a subclass of {Executor.__module__}.Executor; got {kind!r}")
     return found
-
-
-def require_ray() -> None:
-    """Raises ConfigError where Ray is not installed."""
-    if find_spec("ray") is None:
-        raise ConfigError("execution.executor ray needs the package ray: pip install 'reef[ray]'")
 
 
 def is_class_path(text: str) -> bool:

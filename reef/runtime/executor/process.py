@@ -40,9 +40,9 @@ def lives(process: Process) -> bool:
     return identify(process.pid) == process
 
 
-def end(process: Process, seconds: float) -> bool:
-    """Send SIGKILL and wait; True once the process is gone, False if it still is not after `seconds`."""
-    if lives(process):
+def end(process: Process, seconds: float, patience: float = 0.0) -> bool:
+    """Send SIGKILL to what still lives after `patience`; True once it is gone, False if not within `seconds` more."""
+    if not gone([process], patience):
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
     return gone([process], seconds)

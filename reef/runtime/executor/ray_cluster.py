@@ -51,6 +51,7 @@ OBJECT_STORE_BYTES = 128 * 1024 * 1024
 
 _STOP_SECONDS = 20.0
 _KILL_SECONDS = 5.0
+_PATIENCE_SECONDS = 0.5
 _TASK_SECONDS = 30.0  # for a task on another node: its process may have to start first
 _VITAL = ("gcs_server", "raylet")
 _DIRECTORY_PREFIX = "reef-ray-"
@@ -176,7 +177,7 @@ class _Session:
         if not self._joined:
             ray.shutdown()
         if directory is not None:
-            self._left = [one for one in family if not process.gone([one], 1.0) and not process.end(one, _KILL_SECONDS)]
+            self._left = [one for one in family if not process.end(one, _KILL_SECONDS, patience=1.0)]
             shutil.rmtree(directory, ignore_errors=True)
 
     def _join(self) -> None:
@@ -309,16 +310,19 @@ class RayReservation:
 
 
 def end_process(node: str, which: Process, seconds: float, *, here: bool) -> bool:
-    """End a process, of this node or another, and wait; True once it is gone, as it is when its node is."""
+    """End a process, of this node or another, and wait; True once it is gone, as it is when its node is.
+
+    Ray is ending it as well, and takes a SIGKILL that comes first for a failure.
+    """
     if here:
-        return process.end(which, seconds)
+        return process.end(which, seconds, _PATIENCE_SECONDS)
     if not ray.is_initialized():
         return False
     task = ray.remote(process.end).options(
         num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
     )
     try:
-        return bool(ray.get(task.remote(which, seconds), timeout=seconds + _TASK_SECONDS))
+        return bool(ray.get(task.remote(which, seconds, _PATIENCE_SECONDS), timeout=seconds + _TASK_SECONDS))
     except ray.exceptions.RayError:
         return not any(one["NodeID"] == node and one["Alive"] for one in ray.nodes())
 

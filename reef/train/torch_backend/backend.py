@@ -27,7 +27,14 @@ class TorchBackend(TrainingBackend):
     def train(self, job: TrainJob) -> TrainResult:
         if self._executor is None:
             raise WorkerDied("the trainer is not started")
-        result: TrainResult = self._executor.rpc(0, "train", job).result()
+        try:
+            result: TrainResult = self._executor.rpc(0, "train", job).result(self._config.step_timeout)
+        except TimeoutError:
+            # The step may still run; ending its process is the only way to be sure that nobody else trains this job.
+            self._executor.close()
+            raise WorkerDied(
+                f"the step took longer than training.step-timeout ({self._config.step_timeout:g} s)"
+            ) from None
         return result
 
     def health(self) -> str | None:

@@ -34,8 +34,12 @@ class TorchConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     ] = 2048
     seed: Annotated[int, msgspec.Meta(description="initialises a fresh adapter", ge=0)] = 0
     threads: Annotated[int, msgspec.Meta(description="CPU threads; 0 leaves the choice to torch", ge=0)] = 0
+    step_timeout: Annotated[
+        float, msgspec.Meta(description="seconds after which a step is given up and the trainer replaced", gt=0)
+    ] = 3600.0
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], msgspec.Meta(description="of the compute; auto: the model's own")
+        Literal["auto", "float32", "bfloat16"],
+        msgspec.Meta(description="of the compute; auto: float32 on a CPU, else the model's"),
     ] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], msgspec.Meta(description="auto: cuda if there is one")] = "auto"
     gradient_checkpointing: Annotated[bool, msgspec.Meta(description="recompute activations to save memory")] = False

@@ -1,0 +1,102 @@
+"""Where one deployment's workers run: opens what its kind of executor needs, and makes the executors."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from reef.inference.local.config import LocalConfig
+from reef.runtime.deployment import ExecutionConfig
+from reef.runtime.executor import executor_class, make_executor, resolve_kind
+from reef.runtime.executor.placement import Component, plan
+from reef.runtime.interfaces import Executor
+from reef.service.config import NoTraining
+from reef.train.torch_backend.config import PROCESS_ENVIRONMENT, TorchConfig
+
+log = logging.getLogger("reef.service")
+
+ENGINE, TRAINER = "engine", "trainer"
+
+
+class Workplace:
+    """Executors may be made from `open` to `close`, for the components `engine` and `trainer`."""
+
+    def __init__(
+        self, execution: ExecutionConfig, inference: LocalConfig, training: NoTraining | TorchConfig, logs: Path
+    ) -> None:
+        self._execution = execution
+        self._inference = inference
+        self._training = training
+        self._logs = logs
+        self._kind = resolve_kind(execution.executor, execution.ray_address)
+        self._options: dict[str, Any] = {}  # of the executor's class
+        self._opened = ExitStack()
+
+    def open(self) -> None:
+        """Find the executor's class; with `ray`, connect and reserve. Blocks. Raises ReefError."""
+        executor_class(self._kind)
+        if self._kind == "ray":
+            self._open_ray()
+
+    def executor(self, name: str, worker: str, kwargs_per_rank: Sequence[Mapping[str, Any]]) -> Executor:
+        return make_executor(
+            self._kind,
+            worker,
+            kwargs_per_rank,
+            name=name,
+            env_per_rank=[PROCESS_ENVIRONMENT] * len(kwargs_per_rank),
+            log_directory=self._logs,
+            start_timeout=self._execution.start_timeout,
+            **self._options,
+        )
+
+    def close(self) -> None:
+        """After the executors: leave the cluster, or stop it if it is ours. Blocks."""
+        self._opened.close()
+
+    def _open_ray(self) -> None:
+        from reef.runtime.executor.ray_cluster import RayCluster, RayReservation
+
+        execution = self._execution
+        address = execution.ray_address or os.environ.get("RAY_ADDRESS", "")
+        needed = math.ceil(sum(one.workers * one.cpus for one in self._components(0)))
+        with ExitStack() as opened:
+            cluster = RayCluster(address, num_cpus=needed)
+            cluster.open()
+            opened.callback(cluster.close)
+            components = self._components(cluster.devices)
+            wanted = sum(one.workers * one.gpus for one in components)
+            shared = wanted > cluster.devices > 0
+            reservation = RayReservation(
+                cluster, plan(components, colocate=shared), timeout=min(120.0, execution.start_timeout)
+            )
+            reservation.open()
+            opened.callback(reservation.close)
+            self._options = {"reservation": reservation}
+            self._opened = opened.pop_all()
+        where = f"the cluster at {address}" if address else "a local cluster of its own"
+        log.info("workers run on Ray, on %s%s", where, ", on shared devices" if shared else "")
+
+    def _components(self, devices: int) -> list[Component]:
+        """What runs, on a cluster with so many devices."""
+        cpus = self._execution.cpus_per_worker
+        engines = Component(
+            name=ENGINE,
+            workers=self._inference.engines,
+            cpus=cpus,
+            gpus=_gpus(self._inference.device, devices),
+            here=True,  # the data plane is a Unix socket
+        )
+        if isinstance(self._training, NoTraining):
+            return [engines]
+        return [engines, Component(name=TRAINER, workers=1, cpus=cpus, gpus=_gpus(self._training.device, devices))]
+
+
+def _gpus(device: str, devices: int) -> float:
+    """Devices of one worker. Ray hides every device from a worker that asks for none."""
+    return 1.0 if device == "cuda" or (device == "auto" and devices > 0) else 0.0

@@ -1,0 +1,60 @@
+"""`reef serve` with engine and trainer as actors of a cluster that it borrows: learns, and survives what dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.conftest import needs
+from tests.executor.conftest import gone_within
+
+needs("ray", "torch", "transformers", "peft", "openai")
+
+import ray  # noqa: E402
+
+from tests.test_end_to_end import Reef, worst_difference  # noqa: E402
+
+
+def workers() -> dict[str, int]:
+    """Process ids of the engine's and the trainer's actors, by name."""
+    named = [one for one in ray.util.list_named_actors(all_namespaces=True) if one["name"] in ("engine-0", "trainer-0")]
+    places = [ray.get_actor(one["name"], namespace=one["namespace"]).where.remote() for one in named]
+    return {one["name"]: place[1].pid for one, place in zip(named, ray.get(places, timeout=30), strict=True)}
+
+
+def wait_for_health(reef: Reef, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while (answer := reef.http.get("/healthz")).status_code != 200:
+        assert time.monotonic() < deadline, answer.text
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(240)
+def test_serve_learn_and_survive_on_a_borrowed_cluster(ray_cluster, tiny_model, tmp_path):
+    address = ray.get_runtime_context().gcs_address
+    reef = Reef(tiny_model, tmp_path, **{"execution.executor": "auto", "execution.ray-address": address})
+    reef.start()
+    try:
+        reef.teach()
+        _, answer = reef.ask(temperature=0.0)
+        for pid in workers().values():
+            os.kill(pid, signal.SIGKILL)
+        while reef.http.get("/healthz").status_code == 200:
+            time.sleep(0.05)
+        wait_for_health(reef)
+        assert reef.ask(temperature=0.0)[1] == answer
+        reef.teach()
+        reef.ask(seed=9)
+        worst, loads = worst_difference(reef)
+        assert worst < 1e-4 and len(loads) == 3
+
+        pids = list(workers().values())
+        assert len(pids) == 2 and not reef.children(), "the service has no worker process of its own"
+        os.kill(reef.server.pid, signal.SIGKILL)
+        assert gone_within(pids, 10), "an actor outlived its owner"
+    finally:
+        reef.server.stop()
+    assert ray.get_runtime_context().gcs_address == address and ray_cluster.owned
