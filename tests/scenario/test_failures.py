@@ -201,3 +201,23 @@ def test_engines_are_replaced_while_a_step_trains(tmp_path):
         await reef.released(1)
 
     run(body, tmp_path)
+
+
+def test_a_commit_whose_answer_is_lost_is_the_same_commit_when_repeated(tmp_path, monkeypatch):
+    async def body(reef: Harness) -> None:
+        real, lost = reef.storage.commit, []
+
+        async def commit(wanted):
+            stored = await real(wanted)
+            if wanted.release is not None and not lost:
+                lost.append(wanted.commit_id)
+                raise StorageError("the answer is lost")
+            return stored
+
+        monkeypatch.setattr(reef.storage, "commit", commit)
+        await teach(reef, "a", "b")
+        await reef.released(1)
+        assert lost and [c.kind for c in await reef.storage.commits("s")] == [CommitKind.TRAINED]
+        assert reef.engines.lanes["s"] == reef.scenario.head.runtime_load_id
+
+    run(body, tmp_path)
