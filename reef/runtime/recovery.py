@@ -78,3 +78,7 @@ class RestartBudget:
             return None
         self._times.append(now)
         return float(2 ** (len(self._times) - 1))
+
+    def give_back(self) -> None:
+        """The replacement that was taken last turned out not to be needed."""
+        self._times.pop()

@@ -43,7 +43,7 @@ def executor(kept):
 @pytest.fixture
 def doomed(kind, make):
     """The same, for tests that end them."""
-    executor = make(kind, COUNTER, [{}, {"start": 10}], name="counter")
+    executor = make(kind, COUNTER, [{}, {"start": 10}], name="doomed")
     executor.start()
     return executor
 
@@ -100,7 +100,7 @@ def test_close_finishes_what_was_sent_and_lets_the_worker_close(doomed, tmp_path
     doomed.close()
     assert last.result(0) == 5
     assert (tmp_path / "closed").read_text() == "5"
-    with pytest.raises(WorkerDied, match="counter-0"):
+    with pytest.raises(WorkerDied, match="doomed-0"):
         doomed.rpc(0, "add").result(1)
     doomed.close()
 
@@ -122,18 +122,18 @@ def test_death_by_signal_fails_everything_pending(doomed):
     pending = [doomed.rpc(0, "sleep", 30), doomed.rpc(0, "add")]
     os.kill(doomed.pids[0], signal.SIGKILL)
     for future in pending:
-        with pytest.raises(WorkerDied, match=rf"counter-0 \(pid {doomed.pids[0]}\)"):
+        with pytest.raises(WorkerDied, match=rf"doomed-0 \(pid {doomed.pids[0]}\)"):
             future.result(5)
     with pytest.raises(WorkerDied):
         doomed.rpc(0, "add").result(0)
-    assert "counter-0" in doomed.health()
+    assert "doomed-0" in doomed.health()
     assert doomed.rpc(1, "add").result(5) == 11
 
 
 @PROCESSES
 def test_the_death_of_an_idle_worker_is_noticed_and_told_once(kind, make):
     heard, late = [], []
-    executor = make(kind, COUNTER, [{}, {}], name="counter")
+    executor = make(kind, COUNTER, [{}, {}], name="idle")
     executor.on_failure(heard.append)
     executor.start()
     for pid in executor.pids:

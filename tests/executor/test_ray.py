@@ -98,6 +98,10 @@ def test_an_actor_has_a_name_and_is_gone_from_it_after_close(reserve, ray_cluste
     executor = started("engine", 1, reserve(Component(name="engine", workers=1, cpus=0.5)))
     named = ray.get_actor("engine-0", namespace=ray_cluster.namespace)
     assert ray.get(named.where.remote(), timeout=10)[1].pid == executor.pids[0]
+    second = make_executor("ray", COUNTER, [{}], name="engine", reservation=executor._reservation, start_timeout=0.2)
+    with pytest.raises(WorkerDied, match=r"engine-0 could not start: .*already taken"):
+        second.start()
+    second.close()
     executor.close()
     with pytest.raises(ValueError, match="engine-0"):
         ray.get_actor("engine-0", namespace=ray_cluster.namespace)
@@ -210,11 +214,11 @@ def test_a_cluster_that_is_not_there_is_an_error_with_its_address():
     needs("ray")
     code = """
 from reef.runtime.executor.ray_cluster import RayCluster
-RayCluster("127.0.0.1:1", open_timeout=4).open()
+RayCluster("127.0.0.1:1", open_timeout=1).open()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "ReefError: the Ray cluster at 127.0.0.1:1 cannot be used: not ready within 4 s" in done.stderr
+    assert "ReefError: the Ray cluster at 127.0.0.1:1 cannot be used: not ready within 1 s" in done.stderr
 
 
 def test_an_actor_killed_by_somebody_else_is_dead(reserve, ray_cluster):
@@ -240,3 +244,40 @@ def test_a_paused_actor_only_makes_its_caller_wait(reserve):
     pids = executor.pids
     executor.close(0.2)
     assert not alive(pids[0])
+
+
+@pytest.fixture
+def other_node(ray_cluster):
+    """A second node with three CPUs, on this machine; ended by its pid."""
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    arguments = ["start", f"--address={address}", "--num-cpus=3", "--num-gpus=0", "--block", "--disable-usage-stats"]
+    arguments.append("--object-store-memory=80000000")
+    command = [sys.executable, "-m", "ray.scripts.scripts", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as node:
+        deadline = time.monotonic() + 30
+        while ray.cluster_resources().get("CPU") != 5:
+            assert time.monotonic() < deadline and node.poll() is None
+            time.sleep(0.1)
+        try:
+            yield next(one["NodeID"] for one in ray.nodes() if one["Resources"].get("CPU") == 3)
+        finally:
+            node.terminate()
+            node.wait(20)
+            while any(one["Alive"] and one["Resources"].get("CPU") == 3 for one in ray.nodes()):
+                assert time.monotonic() < deadline + 60
+                time.sleep(0.1)
+
+
+def test_a_worker_on_another_node_is_confirmed_gone_and_an_engine_there_is_refused(reserve, other_node):
+    reservation = reserve(Component(name="trainer", workers=1, cpus=3))
+    assert reservation.seats("trainer")[0].place.node == other_node
+    executor = started("trainer", 1, reservation)
+    executor.rpc(0, "sleep", 30)
+    pids = executor.pids
+    executor.close(0.2)
+    assert len(pids) == 1 and not alive(pids[0])
+    reservation.close()
+    with pytest.raises(ReefError, match=r"engine-0 was placed on the node .* but must run on this one"):
+        reserve(Component(name="engine", workers=1, cpus=3, here=True))

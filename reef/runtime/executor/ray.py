@@ -38,8 +38,11 @@ from reef.runtime.executor.ray_cluster import RayCluster, RayReservation, end_pr
 from reef.runtime.executor.uni import load_class, wait_until_started
 from reef.runtime.interfaces import Executor
 
+log = logging.getLogger("reef.ray")
+
 _PING_SECONDS = 1.0
 _KILL_SECONDS = 5.0
+_NAME_SECONDS = 10.0  # until a dead actor's name is free
 
 
 # ---------------------------------------------------------------------------------------------- worker side
@@ -136,6 +139,7 @@ class _Actor:
         }
         log_path = None if self._log_path is None else str(self._log_path.absolute())
         self._here = ray.get_runtime_context().get_node_id()
+        deadline = min(deadline, time.monotonic() + _NAME_SECONDS)
         while True:
             try:
                 self._handle = ray.remote(Host).options(**options).remote(os.getcwd(), log_path)
@@ -292,6 +296,7 @@ class RayExecutor(Executor):
         self._failure: str | None = None
         self._listeners: list[Callable[[str], None]] = []
         self._closing = False
+        self._namespace = ""
         self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name=f"{name}-owner", daemon=True)
         self._actors: list[_Actor] = []
@@ -309,6 +314,7 @@ class RayExecutor(Executor):
             component = Component(name=self._name, workers=self.world_size)
             self._reservation = RayReservation(self._cluster, plan([component]))
         seats = self._reservation.seats(self._name)
+        self._namespace = self._reservation.cluster.namespace
         with self._lock:
             if self._closing:
                 raise WorkerDied(f"{self._name}-0 was closed before it started")
@@ -378,14 +384,20 @@ class RayExecutor(Executor):
                 event = self._events.get(timeout=max(0.0, next_ping - time.monotonic()))
                 if event is None:
                     return
-                event()
+                self._handle(event)
             except Empty:
                 next_ping = time.monotonic() + _PING_SECONDS
                 self._ping()
 
+    def _handle(self, event: Callable[[], None]) -> None:
+        try:
+            event()
+        except Exception:  # a listener's; without this thread no future would ever be resolved
+            log.exception("%s: a listener failed", self._name)
+
     def _ping(self) -> None:
         assert self._reservation is not None
-        lost = self._reservation.cluster.lost()
+        lost = self._reservation.cluster.lost(self._namespace)
         for actor in self._actors:
             if lost is not None:
                 actor.bury(f"{actor.name} was given up: {lost}")

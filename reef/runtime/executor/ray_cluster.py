@@ -82,28 +82,38 @@ class RayCluster:
         }
         self._open_timeout = open_timeout
         self._session: _Session | None = None
+        self._wanted = False  # from `open` to `close`
 
     def open(self) -> None:
         """Connect, or start a local cluster. Raises ReefError."""
+        self._wanted = True
         self._session = session = _Session(self.address, self._local)
         try:
             session.opened.result(self._open_timeout)
         except Exception as error:
-            self.close()
+            self._leave()
             what = f"the Ray cluster at {self.address}" if self.address else "a local Ray"
             why = f"not ready within {self._open_timeout:g} s" if isinstance(error, TimeoutError) else error
             raise ReefError(f"{what} cannot be used: {why}") from error
 
-    def lost(self) -> str | None:
-        """Why a local cluster is of no use any more, or None. Of a borrowed one, Ray's own calls have to tell."""
-        return self._session.lost() if self._session is not None else None
+    def lost(self, namespace: str = "") -> str | None:
+        """Why what was made in `namespace` is of no use any more, or None.
+
+        Knows about a local cluster; of a borrowed one, Ray's own calls have to tell.
+        """
+        session = self._session
+        if session is None:
+            return "the connection to Ray is closed"
+        if namespace not in ("", session.namespace):
+            return "the local Ray it ran on was replaced"
+        return session.lost()
 
     def revive(self) -> bool:
         """Replace a local cluster that is lost; True if that was needed. A borrowed one is not ours to replace."""
-        if (reason := self.lost()) is None:
+        if not self._wanted or (reason := self.lost()) is None:
             return False
         log.warning("%s; it is started again", reason)
-        self.close()
+        self._leave()
         self.open()
         return True
 
@@ -114,7 +124,7 @@ class RayCluster:
 
     @property
     def namespace(self) -> str:
-        """Where the names of actors live: they are unique to this connection."""
+        """Where the names of actors live; unique to this connection."""
         assert self._session is not None
         return self._session.namespace
 
@@ -125,6 +135,10 @@ class RayCluster:
 
     def close(self) -> None:
         """Leave a borrowed cluster; stop an owned one. Raises ReefError if a process of an owned one survives."""
+        self._wanted = False
+        self._leave()
+
+    def _leave(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             session.close()

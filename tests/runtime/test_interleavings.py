@@ -1,0 +1,447 @@
+"""Random interleavings of success, failure, death and retry: coordinator, marker, commit and recovery on a real store.
+
+Every named point may raise what the real thing raises there, or be where the process dies. A death is an exception
+that nobody catches, after which every point raises it again: nothing durable happens until the next boot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import threading
+import types
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from reef import points
+from reef.artifact import chain
+from reef.artifact.content import DirectoryContentStore
+from reef.errors import (
+    BarrierError,
+    EngineError,
+    EngineUncertain,
+    ReefError,
+    StorageError,
+    TrainingError,
+    VerificationError,
+    WorkerDied,
+)
+from reef.points import Point, Side
+from reef.records.sqlite import SqliteStorage
+from reef.runtime.deployment import CoordinatorRuntime
+from reef.runtime.interfaces import (
+    Batch,
+    Candidate,
+    Commit,
+    CommitKind,
+    Consumption,
+    Disposition,
+    InferenceRecord,
+    MarkerState,
+    Objective,
+    PauseMode,
+    Release,
+    ReleaseKind,
+    StepSignal,
+)
+from reef.runtime.publication import Publication
+from reef.runtime.recovery import MarkerFile
+from reef.runtime.scheduler import SETTLED, TrainingCoordinator
+from reef.scenario import steps
+from reef.scenario.steps import Services, Steps
+from tests.runtime.fakes import FakeEngines, FakeTrainer, Faults
+from tests.scenario.harness import IdleHandler, IdleSampler, Verdict
+
+SCENARIOS = ("s", "t")
+FLIGHT_SECONDS = 30.0
+COMMITS = (Point.COMMIT, Point.WRITE_OFF)
+MARKERS = tuple(Point[f"MARKER_{state.name}"] for state in MarkerState)
+ENGINES = (Point.STAGE, Point.SWITCH, Point.RESUME, Point.DROP, Point.RESTORE)
+REACHABLE = (*COMMITS, *MARKERS, *ENGINES, Point.LOAD_SEQUENCE, Point.BLOB, Point.CHECKPOINT, Point.RETAIN, Point.TRAIN,
+             Point.PROBE, Point.PAUSE, Point.VERIFY, Point.RESTART_ENGINES)  # fmt: skip
+
+# What may be raised where; on the side "after" the effect has happened.
+RAISES: dict[tuple[Point, Side], tuple[type[ReefError], ...]] = {
+    **{(point, side): (StorageError,) for point in (*COMMITS, *MARKERS, Point.BLOB, Point.CHECKPOINT)
+       for side in ("before", "after")},
+    **{(point, "before"): (EngineError, EngineUncertain, WorkerDied) for point in ENGINES},
+    **{(point, "after"): (EngineUncertain, WorkerDied) for point in ENGINES},
+    (Point.PROBE, "before"): (VerificationError, WorkerDied),
+    (Point.VERIFY, "before"): (VerificationError, WorkerDied),
+    (Point.PAUSE, "before"): (BarrierError, WorkerDied),
+    (Point.PAUSE, "after"): (BarrierError, WorkerDied),
+    (Point.RESTART_ENGINES, "before"): (WorkerDied,),
+    (Point.RESTART_ENGINES, "after"): (WorkerDied,),
+    (Point.TRAIN, "before"): (TrainingError, StorageError, WorkerDied),
+    (Point.TRAIN, "after"): (WorkerDied,),
+    (Point.RETAIN, "before"): (StorageError,),
+}  # fmt: skip
+
+
+class Death(BaseException):
+    """The process is gone; nobody may catch it."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    point: Point
+    side: Side
+    error: type[BaseException]
+    nth: int
+
+
+FAULTS = st.one_of(
+    st.sampled_from([(where, error) for where, errors in RAISES.items() for error in errors]),
+    st.sampled_from([((point, side), Death) for point in REACHABLE for side in ("before", "after")]),
+)
+PLANS = st.lists(
+    st.builds(lambda fault, nth: Fault(*fault[0], fault[1], nth), FAULTS, st.integers(1, 2)), min_size=1, max_size=4
+)
+
+
+class Injection(points.FaultInjection):
+    """Raises instead of killing."""
+
+    def __init__(self) -> None:
+        self.dead = False
+        self.engines: MortalEngines | None = None
+        self.plan: list[Fault] = []
+        self._seen: Counter[tuple[Point, Side]] = Counter()
+
+    def arm(self, plan: list[Fault]) -> None:
+        self.dead, self.plan = False, plan
+        self._seen.clear()
+
+    def reach(self, point: Point, side: Side) -> None:
+        if threading.current_thread().name == "reef-writer":
+            return  # the store's own thread must live; `MortalStorage` crosses the point for it
+        if self.dead:
+            raise Death
+        self._seen[point, side] += 1
+        for fault in self.plan:
+            if (fault.point, fault.side, fault.nth) == (point, side, self._seen[point, side]):
+                if fault.error is Death:
+                    self.dead = True
+                if issubclass(fault.error, WorkerDied) and point is not Point.TRAIN and self.engines is not None:
+                    self.engines.dead = True
+                raise fault.error(f"planted {side} {point}")
+
+
+class MortalStorage(SqliteStorage):
+    """Crosses the commit's points on the caller's thread, and knows which loads the store has taken."""
+
+    def __init__(self, path: Path, committed: set[tuple[str, str]]) -> None:
+        super().__init__(path)
+        self._committed = committed
+
+    async def commit(self, commit: Commit) -> Commit:
+        with points.crossing(Point.WRITE_OFF if commit.release is None else Point.COMMIT):
+            stored = await super().commit(commit)
+            if commit.release is not None:
+                self._committed.add((commit.scenario, commit.release.runtime_load_id))
+        return stored
+
+    async def next_load_sequence(self) -> int:
+        with points.crossing(Point.LOAD_SEQUENCE):
+            return await super().next_load_sequence()
+
+
+class MortalEngines(FakeEngines):
+    """Once dead, every call fails until they are replaced. Refuses to serve what is not committed."""
+
+    def __init__(self, committed: set[tuple[str, str]]) -> None:
+        super().__init__(Faults())
+        self._committed = committed
+        self.dead = False
+        self.faults.hit = self._hit  # type: ignore[method-assign]
+
+    def _hit(self, operation: str) -> None:
+        if self.dead and operation != "restart":
+            raise WorkerDied("the engine is dead")
+
+    def resume(self) -> None:
+        super().resume()
+        wrong = set(self.lanes.items()) - self._committed
+        assert not wrong, f"serves what nobody committed: {wrong}"
+
+    def score(self, runtime_load_id: str, token_ids: list[int]) -> list[list[float]]:
+        self._hit("score")
+        return super().score(runtime_load_id, token_ids)
+
+    def restart(self) -> None:
+        super().restart()
+        self.dead = False
+
+    def health(self) -> str | None:
+        return "the engine is dead" if self.dead else None
+
+
+class Waiting(types.SimpleNamespace):
+    """`asyncio` for the module that waits between attempts."""
+
+    machine: Interleavings
+
+    async def sleep(self, seconds: float) -> None:
+        await self.machine.pause_between_attempts(seconds)
+
+
+waiting = Waiting(Lock=asyncio.Lock)
+
+
+class Interleavings(RuleBasedStateMachine):
+    """One data directory. `self.scenarios` are the steps of the service that runs now."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="reef-interleavings-"))
+        self.runner = asyncio.Runner()
+        self.injection = Injection()
+        points._injection = self.injection
+        self.committed: set[tuple[str, str]] = {(name, "engine:0") for name in SCENARIOS}
+        self.names = 0
+        self.waits = 0
+        waiting.machine = self
+        self.storage: MortalStorage | None = None
+        self.boot([])
+
+    def teardown(self) -> None:
+        points._injection = None
+        if hasattr(self, "runner"):
+            self.injection.arm([])
+            self.runner.run(self._shut())
+            self.runner.close()
+            shutil.rmtree(self.path)
+
+    # ------------------------------------------------------------------ what happens
+
+    @rule(scenario=st.sampled_from(SCENARIOS), size=st.integers(1, 3), selected=st.booleans(), plan=PLANS)
+    def learn(self, scenario: str, size: int, selected: bool, plan: list[Fault]) -> None:
+        self.verdict.selected = selected
+        self._survive(self._learn(scenario, size), plan)
+
+    @precondition(lambda self: any(binding.head.number for binding in self.scenarios.values()))
+    @rule(scenario=st.sampled_from(SCENARIOS), plan=PLANS)
+    def roll_back(self, scenario: str, plan: list[Fault]) -> None:
+        self._survive(self._roll_back(scenario), plan)
+
+    @rule(scenario=st.sampled_from(SCENARIOS))
+    def learn_in_peace(self, scenario: str) -> None:
+        self.verdict.selected = True
+        before = self.scenarios[scenario].head.number
+        self._survive(self._learn(scenario, 1), [])
+        assert self.scenarios[scenario].head.number == before + 1, "nothing was in the way"
+
+    @rule(plan=PLANS)
+    def engine_dies(self, plan: list[Fault]) -> None:
+        self.engines.dead = True
+        self._survive(asyncio.sleep(0), plan)
+
+    @rule(plan=PLANS)
+    def boot(self, plan: list[Fault]) -> None:
+        """The service dies while it is idle and starts again; it may die while it recovers."""
+        self.injection.arm(plan)
+        try:
+            recovered = self.runner.run(self._boot())
+        except (Death, ReefError):  # a start that fails is reported and repeated by whoever started it
+            self.injection.arm([])
+            recovered = self.runner.run(self._boot())
+        if recovered is not None:
+            self._survive(self.scenarios[recovered.scenario].run(Steps.recovered(recovered)), self.injection.plan)
+
+    # ------------------------------------------------------------------ what always holds
+
+    @invariant()
+    def everything_holds(self) -> None:
+        if not hasattr(self, "runner"):
+            return
+        self.injection.arm([])
+        self.runner.run(self._check())
+
+    async def _check(self) -> None:
+        assert self.storage is not None
+        assert not self.engines.paused and not self.engines.dead, "the engines are left without a way forward"
+        marker = self.marker.read()
+        if marker is not None:
+            assert marker.state in SETTLED, f"nobody goes on with {marker.state}"
+            commit = await self.storage.commit_by_job(marker.job_id)
+            released = commit is not None and commit.release is not None
+            assert released == (marker.state is MarkerState.COMPLETE), "marker and store disagree"
+        for name in SCENARIOS:
+            state = await self.storage.scenario(name)
+            assert state is not None
+            head = state.head
+            assert self.scenarios[name].head.release_id == head.release_id
+            assert self.engines.lanes.get(name, "engine:0") == head.runtime_load_id, "serves another than the head"
+            await self._check_chain(name)
+
+    async def _check_chain(self, name: str) -> None:
+        assert self.storage is not None
+        releases = (await self.storage.releases(name, limit=1000))[::-1]
+        assert [release.number for release in releases] == list(range(len(releases)))
+        assert [release.parent_id for release in releases[1:]] == [release.release_id for release in releases[:-1]]
+        commits = await self.storage.commits(name, limit=1000)
+        assert sum(commit.release is not None for commit in commits) == len(releases) - 1
+        consumed = [item.record_id for commit in commits for item in commit.consumed]
+        assert len(consumed) == len(set(consumed)), "a record was consumed twice"
+        trained = [
+            item.record_id for commit in commits if commit.kind is CommitKind.TRAINED for item in commit.consumed
+        ]
+        batches = [set(batch) for job, batch in self.trainer_saw if job in {commit.job_id for commit in commits}]
+        assert set(trained) <= set().union(*batches), "a record counts as trained that no trainer saw"
+
+    # ------------------------------------------------------------------ how
+
+    def _survive(self, work, plan: list[Fault]) -> None:
+        """Do it; if the process dies of it, or the wish is refused, the next one takes over."""
+        try:
+            with contextlib.suppress(ReefError):
+                self._run(work, plan)
+        except Death:
+            self.boot([])
+
+    def _run(self, work, plan: list[Fault]) -> None:
+        self.injection.arm(plan)
+        self.runner.run(asyncio.wait_for(self._supervised(work), FLIGHT_SECONDS))
+
+    async def _supervised(self, work) -> None:
+        """While the work waits (`pause_between_attempts`) and once it has ended, dead engines are replaced."""
+        error: ReefError | None = None
+        try:
+            await work
+        except ReefError as refused:  # or given back; what was half done has been ended
+            error = refused
+        while self.publication.health() is not None or self.coordinator.owes_seconds > 0.0:
+            await self._repair()
+        if error is not None:
+            raise error
+
+    async def pause_between_attempts(self, seconds: float) -> None:
+        """Stands in for `asyncio.sleep` between two attempts: the supervisor comes first, or just too late."""
+        self.waits += 1
+        if self.waits % 2 and self.publication.health() is not None:
+            await self._repair()
+
+    async def _repair(self) -> None:
+        with contextlib.suppress(ReefError):  # tried again
+            await self.runtime._call(self.coordinator.repair_engines)
+
+    async def _shut(self) -> None:
+        if self.storage is not None:
+            await self.runtime.close()
+            await self.storage.close()
+            self.storage = None
+
+    async def _boot(self) -> Candidate | None:
+        await self._shut()
+        self.engines, self.trainer = MortalEngines(self.committed), FakeTrainer(Faults())
+        self.injection.engines = self.engines
+        self.trainer_saw: list[tuple[str, list[str]]] = getattr(self, "trainer_saw", [])
+        self.verdict = Verdict()
+        self.storage = MortalStorage(self.path / "reef.db", self.committed)
+        await self.storage.open()
+        self.contents = DirectoryContentStore(self.path / "artifacts")
+        publication = self.publication = Publication(
+            self.engines, self.contents, PauseMode.IN_PLACE, "base", list(range(8))
+        )
+        self.marker = MarkerFile(self.path / "marker.json")
+        self.coordinator = TrainingCoordinator(self.trainer, publication, self.contents, self.marker)
+        self.runtime = CoordinatorRuntime(self.coordinator, publication, self.engines, self.trainer, IdleHandler())
+        await self.runtime.start()
+        states = [await self.storage.create_scenario(chain.base_release(name, "base", 1.0)) for name in SCENARIOS]
+        self.services = self._services()
+        self.scenarios = {state.scenario: Steps(state, self.services) for state in states}
+        return await self._recover([state.head for state in states])
+
+    async def _recover(self, heads: list[Release]) -> Candidate | None:
+        """What `Deployment._recover` does."""
+        assert self.storage is not None
+        marker = await self.runtime.marker()
+        commit = await self.storage.commit_by_job(marker.job_id) if marker else None
+        committed = commit is not None and commit.release is not None
+        recovered = await self.runtime.recover(heads, committed)
+        marker = await self.runtime.marker()
+        if marker and commit is None and marker.state is MarkerState.REJECTED and marker.candidate:
+            await self.scenarios[marker.scenario].write_off_recovered(marker.candidate, "rejected before a restart")
+        return recovered
+
+    def _services(self) -> Services:
+        async def released() -> None: ...
+
+        assert self.storage is not None
+        return Services(
+            storage=self.storage,
+            contents=self.contents,
+            runtime=self.runtime,
+            recipe=None,  # type: ignore[arg-type]  # steps never ask it
+            evaluator=self.verdict,
+            sampler=lambda candidate, head: IdleSampler(),
+            turn=asyncio.Lock(),
+            scratch=self.path / "candidates",
+            base_content_id="base",
+            probe_ids=list(range(8)),
+            released=released,
+        )
+
+    async def _learn(self, scenario: str, size: int) -> None:
+        """One step on what was never consumed, new records among it."""
+        assert self.storage is not None
+        for _ in range(size):
+            self.names += 1
+            await self.storage.append(_record(scenario, f"{scenario}{self.names}"))
+        every = [f"{scenario}{number}" for number in range(1, self.names + 1)]
+        present = await self.storage.get(scenario, every)
+        fresh = [name for name in present if name not in await self.storage.consumed(scenario, every)]
+        batch = Batch(samples=[], consumed=[Consumption(name, Disposition.TRAINED) for name in fresh], metrics={})
+        signal = StepSignal(objective=Objective("policy_gradient"), samples=[])
+        flight = await self.scenarios[scenario].from_batch(batch, signal, {"names": self.names})
+        self.trainer_saw.append((flight.job_id, fresh))
+        await self.scenarios[scenario].run(flight)
+
+    async def _roll_back(self, scenario: str) -> None:
+        assert self.storage is not None
+        binding = self.scenarios[scenario]
+        releases = await self.storage.releases(scenario, limit=1000)
+        await binding.by_hand(chain.rollback_target(releases, binding.head), ReleaseKind.ROLLBACK)
+
+
+def _record(scenario: str, name: str) -> InferenceRecord:
+    return InferenceRecord(
+        record_id=name,
+        scenario=scenario,
+        created_at=1.0,
+        route="/v1/chat/completions",
+        request=b"{}",
+        response=b"{}",
+        status=200,
+        release_id=None,
+        generations=[],
+    )
+
+
+@pytest.mark.timeout(600)
+def test_random_interleavings(monkeypatch):
+    monkeypatch.setattr(steps, "asyncio", waiting)
+    run_state_machine_as_test(
+        Interleavings,
+        settings=settings(
+            max_examples=30,
+            stateful_step_count=15,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+        ),
+    )
