@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import torch
 
 from reef.inference.local.attention import AttentionPlan, KVTensors, Stretch, plan_paged
-from reef.inference.local.native import NativeOps, make_ops
+from reef.inference.local.native import NativeOps, _Slabs, make_ops
 from reef.inference.local.ops import Ops
 
 CPU = torch.device("cpu")
@@ -62,6 +62,22 @@ def test_linear_bfloat16(native, tokens, bias):
 def test_linear_takes_sizes_that_do_not_fit_its_blocks(native):
     weight, x = random(33, 17, dtype=torch.bfloat16), random(5, 17, dtype=torch.bfloat16, seed=1)
     assert close(native.linear(weight, None)(x), torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize("tokens", [5, 16, 19])
+def test_a_row_does_not_depend_on_its_batch(native, tokens):
+    weight, x = random(96, 192, dtype=torch.bfloat16), random(tokens, 192, dtype=torch.bfloat16, seed=1)
+    linear = native.linear(weight, None)
+    assert torch.equal(linear(x), torch.cat([linear(row) for row in x.split(1)]))
+
+
+def test_weights_share_slabs_and_do_not_overlap():
+    slabs = _Slabs()
+    sources = [random(size, 3, dtype=torch.bfloat16, seed=size) for size in (7, 500_000, 11, 3_000_000, 5)]
+    kept = [slabs.keep(source) for source in sources]
+    assert all(torch.equal(left, right) for left, right in zip(kept, sources, strict=True))
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in kept)
+    assert kept[0].untyped_storage().data_ptr() == kept[2].untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
