@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -287,7 +287,7 @@ def status(url: str, token: str | None, as_json: bool) -> None:
     if as_json:
         _print_json(answer)
     else:
-        _print_table(list(_flatten(answer)), ["key", "value"])
+        click.echo("\n".join(_status_lines(answer)))
 
 
 @root.command()
@@ -403,13 +403,31 @@ def _print_release(answer: dict[str, Any], as_json: bool) -> None:
     click.echo(f"release {answer['number']} ({answer['release_id']}) now serves {answer['content_id']}")
 
 
-def _flatten(document: Any, prefix: str = "") -> list[list[Any]]:
-    """Leaves of nested JSON as [dotted key, value] rows."""
-    if isinstance(document, dict) and document:
-        return [row for name, value in document.items() for row in _flatten(value, f"{prefix}.{name}".lstrip("."))]
-    if isinstance(document, list) and any(isinstance(item, dict) for item in document):
-        return [row for index, item in enumerate(document) for row in _flatten(item, f"{prefix}[{index}]")]
-    return [[prefix, document]]
+def _status_lines(answer: Mapping[str, Any]) -> list[str]:
+    """The deployment, its engines and each scenario, a line or two each."""
+    health = "; ".join(answer["health"]) or "healthy"
+    lines = [f"{answer['model']}, up {answer['uptime_seconds']:.0f} s, {health}"]
+    if answer.get("training_health"):
+        lines.append(f"training: {answer['training_health']}")
+    for engine in answer["engines"]:
+        lines.append(
+            f"{engine['engine']}: {engine['running']} running, {engine['waiting']} waiting, "
+            f"{engine['free_pages']} of {engine['total_pages']} pages free"
+        )
+    for scenario in answer["scenarios"]:
+        head, counts, waiting = scenario["head"], scenario["counts"], scenario["waiting"]
+        lines.append(
+            f"{scenario['scenario']}: serves release {head['number']} ({head['kind']}, {head['runtime_load_id']}); "
+            f"{counts['inference']} answers, {counts['report']} reports, recipe {scenario['recipe']}"
+        )
+        spent = {name.removeprefix("consumed."): n for name, n in counts.items() if name.startswith("consumed.") and n}
+        for title, numbers in (("waits", {name: n for name, n in waiting.items() if n}), ("consumed", spent)):
+            if numbers:
+                lines.append(f"  {title}: " + ", ".join(f"{n} {name}" for name, n in numbers.items()))
+        for title, text in (("last", scenario["last_outcome"]), ("trouble", scenario["error"])):
+            if text:
+                lines.append(f"  {title}: {text}")
+    return lines
 
 
 def _print_table(rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> None:
@@ -423,7 +441,7 @@ def _print_table(rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> None:
 
     table = Table(box=None, header_style="bold")
     for column in columns:
-        table.add_column(column.replace("_", " "), overflow="fold")
+        table.add_column(column.replace("_", " "), overflow="fold", no_wrap=column.endswith("_id"))
     for row in rows:
         table.add_row(*(_cell(column, value) for column, value in zip(columns, row, strict=True)))
     Console().print(table)
@@ -435,7 +453,7 @@ def _cell(column: str, value: Any) -> str:
     if column == "created_at":
         return datetime.fromtimestamp(value, UTC).isoformat(" ", "seconds").removesuffix("+00:00")
     if column == "content_id":
-        return str(value)[:16]
+        return str(value)[:8]
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -187,19 +187,32 @@ def test_report_feedback_error_and_id(run: Run, fake: FakeReef) -> None:
 
 def test_the_token_is_sent_as_bearer(run: Run, fake: FakeReef, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REEF_TOKEN", "secret")
-    run("status")
+    run("status", "--json")
     assert fake.calls[-1][3]["authorization"] == "Bearer secret"
 
 
-def test_status_lists_dotted_keys_or_json(run: Run, fake: FakeReef) -> None:
-    answer = {"models": ["m"], "scenarios": [{"scenario": "main", "head": {"number": 3}}], "counts": {}}
+def test_status_is_a_few_lines_for_people_or_json(run: Run, fake: FakeReef) -> None:
+    counts = {"inference": 5, "report": 3, "consumed.trained": 2, "consumed.stale": 0}
+    scenario = {
+        "scenario": "support",
+        "head": {"number": 1, "kind": "trained", "runtime_load_id": "engine:1"},
+        "counts": counts,
+        "waiting": {"pending": 1, "ready": 0},
+        "recipe": "scored",
+        "last_outcome": "no signal",
+        "error": None,
+    }
+    engine = {"engine": "engine-0", "running": 1, "waiting": 0, "free_pages": 7, "total_pages": 8}
+    answer = {"model": "m", "uptime_seconds": 61.4, "health": [], "engines": [engine], "scenarios": [scenario]}
     fake.answers["GET", "/reef/status"] = answer
     assert json.loads(run("status", "--json")[1]) == answer
     assert run("status")[1].splitlines() == [
-        'models\t["m"]',
-        "scenarios[0].scenario\tmain",
-        "scenarios[0].head.number\t3",
-        "counts\t{}",
+        "m, up 61 s, healthy",
+        "engine-0: 1 running, 0 waiting, 7 of 8 pages free",
+        "support: serves release 1 (trained, engine:1); 5 answers, 3 reports, recipe scored",
+        "  waits: 1 pending",
+        "  consumed: 2 trained",
+        "  last: no signal",
     ]
 
 

@@ -86,7 +86,7 @@ def test_ask_report_and_export(served: tuple[str, subprocess.Popen[bytes]], reef
 def test_status_and_releases(reef: Reef) -> None:
     status = json.loads(reef("status", "--json").stdout)
     assert status["default_scenario"] == "default"
-    assert "default_scenario\tdefault" in reef("status").stdout
+    assert "default: serves release 0 (base, engine:0)" in reef("status").stdout
     releases = json.loads(reef("releases", "--json").stdout)["releases"]
     assert [release["kind"] for release in releases] == ["base"]
     assert reef("releases").stdout.startswith(f"0\t{releases[0]['release_id']}\tbase\t")

@@ -342,7 +342,8 @@ def _clean_up(screen: Screen, options: Options, server: Server | None) -> None:
     with screen.waiting("stopping reef serve"):
         server.stop()
     if options.keep:
-        screen.say(f"look around with: reef serve --config {options.deployment} --reef.port 8900")
+        reef = Path(sys.executable).parent / "reef"
+        screen.say(f"look around with: {reef} serve --config {options.deployment} --reef.port 8900")
     else:
         shutil.rmtree(options.data, ignore_errors=True)
     screen.say(f"kept in {options.output}: {', '.join(sorted(item.name for item in options.output.iterdir()))}")

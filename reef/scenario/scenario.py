@@ -122,7 +122,9 @@ class Scenario:
     # ------------------------------------------------------------------ chain by hand
 
     async def rollback(self, release_id: str | None = None) -> Release:
-        """Publish the content of an earlier release (default: the version before the head's) as a new release.
+        """Publish the content of an earlier release, by id or number, as a new release.
+
+        The default is the version before the head's.
 
         Waits for a step in flight. Raises NotFound, Conflict, Unavailable.
         """
@@ -131,7 +133,9 @@ class Scenario:
     async def _rollback(self, release_id: str | None) -> Release:
         async with self._services.turn:
             releases = await self._services.storage.releases(self.name, limit=10_000)
-            target = chain.rollback_target(releases, self.head, release_id)
+            by_number = {str(release.number): release.release_id for release in releases}
+            wanted = by_number.get(release_id, release_id) if release_id is not None else None
+            target = chain.rollback_target(releases, self.head, wanted)
             return await self._steps.by_hand(target, ReleaseKind.ROLLBACK)
 
     async def promote(self, source: str) -> Release:
@@ -221,4 +225,9 @@ class Scenario:
         )
         self._processor.acknowledge(batch)
         self._steps.outcome = "no signal"
+        log.info(
+            "scenario %s: no signal in %d reports: every score equals what it is compared with",
+            self.name,
+            int(batch.metrics.get("reports", 0)),
+        )
         return None

@@ -277,6 +277,7 @@ class Steps:
         self.head, self.step = stored.release, stored.step
         self.numbers[self.head.release_id] = self.head.number
         self.outcome = f"released {self.head.release_id}: {reason}"
+        log.info("scenario %s: published release %d (%s): %s", self.name, self.head.number, self.head.kind, reason)
         for attempt in range(ATTEMPTS):
             try:
                 await self._services.runtime.acknowledge(stored.job_id, self.head)
@@ -329,6 +330,9 @@ class Steps:
             algorithm_state=flight.algorithm_state,
         )
         self.outcome = f"rejected: {reason}"
+        log.info("scenario %s: %s was rejected: %s", self.name, flight.job_id, reason)
+        if candidate is not None:
+            log.info("to publish it anyway: reef promote --scenario %s --job %s", self.name, flight.job_id)
 
     async def write_off_recovered(self, candidate: Candidate, reason: str) -> None:
         """The candidate was rejected just before the service died: consume its records now."""

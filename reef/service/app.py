@@ -162,7 +162,7 @@ def ready_line(gateway: Gateway, url: str) -> str:
     return (
         f"reef: ready at {url}, model {model}, scenario {scenario}\n"
         f"reef: try  curl {url}/v1/chat/completions{token} -H 'content-type: application/json' "
-        f"""-d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'"""
+        f"""-d '{{"model": "{model}", "max_tokens": 64, "messages": [{{"role": "user", "content": "Hello"}}]}}'"""
     )
 
 

@@ -55,8 +55,10 @@ async def report(request: Request) -> Response:
         raise InvalidRequest("score and error exclude each other: a grader that failed has no score", "error")
     scenario = await gateway.existing(head.scenario)
     if scenario is None:
-        raise UnknownReceipt(f"scenario {head.scenario!r} holds no record {body.references[0]!r}", "references[0]")
+        raise UnknownReceipt(f"there is no scenario {head.scenario!r} that could hold this answer", "references[0]")
     await _check_references(gateway, record)
+    if body.score is None and body.error is None and body.feedback is None:
+        raise InvalidRequest("a report says something: give score, feedback or error", "score")
     stored = await scenario.report(record)
     return _json({"agent_record_id": stored.record_id, "scenario": stored.scenario, "references": stored.references})
 

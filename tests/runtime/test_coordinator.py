@@ -245,3 +245,17 @@ def test_engines_replaced_during_evaluation_hold_the_candidate_again(world):
     world.coordinator.repair_engines()
     assert "engine:1" in world.engines.loads and world.engines.lanes["s"] == BASE_LOAD_ID
     assert not world.engines.paused
+
+
+def test_engines_restored_in_part_are_never_resumed(world):
+    world.step("j1", "engine:1")
+    candidate = world.coordinator.train(world.job("j2"), "engine:2")
+    world.faults.plant("activate", EngineError("the adapter's file is unreadable"))
+    with pytest.raises(EngineError, match="unreadable"):
+        world.coordinator.repair_engines()
+    assert world.publication.health() is not None, "the supervisor must see it: the engines themselves are fine"
+    with pytest.raises(EngineError, match="committed heads"):
+        world.coordinator.publish(candidate)
+    assert world.engines.paused
+    world.coordinator.repair_engines()
+    assert world.publication.health() is None and world.engines.lanes["s"] == "engine:1"

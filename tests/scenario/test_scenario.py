@@ -196,3 +196,13 @@ def test_a_resume_that_fails_after_the_commit_is_repeated(tmp_path):
         assert len(reef.trainer.trained) == 1
 
     run(body, tmp_path)
+
+
+def test_a_release_may_be_named_by_its_number(tmp_path):
+    async def body(reef: Harness) -> None:
+        await reef.feedback("a", 1.0)
+        await reef.feedback("b", 0.0)
+        await reef.released(1)
+        assert (await reef.scenario.rollback("0")).content_id == "base"
+
+    run(body, tmp_path)

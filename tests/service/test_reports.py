@@ -103,3 +103,7 @@ def test_a_training_instruction_is_stored(gateway):
     assert gateway.records(kind="instruction")[0]["body"] == {"steps": 3}
     assert gateway.http.post("/reef/train", json=[1]).status_code == 400
     assert gateway.http.post("/reef/train", json={"agent_record_id": 5}).json()["error"]["param"] == "agent_record_id"
+
+
+def test_a_report_that_says_nothing_is_refused(gateway, receipt):
+    refused(gateway, report(gateway, references=[receipt]), "score")

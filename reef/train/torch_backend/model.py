@@ -102,7 +102,9 @@ class Policy:
 def load_causal(model_path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Load a model that attends through block plans, without dropout."""
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.NAME}
-    if not (model_path / "config.json").exists() and (files := sorted(model_path.glob("*.gguf"))):
+    if model_path.is_file():
+        model_path, options["gguf_file"] = model_path.parent, model_path.name
+    elif not (model_path / "config.json").exists() and (files := sorted(model_path.glob("*.gguf"))):
         options["gguf_file"] = files[0].name
     causal = AutoModelForCausalLM.from_pretrained(model_path, **options).to(device).eval()
     for module in causal.modules():
