@@ -13,7 +13,7 @@ STAMP := $(VENV)/.reef-installed
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check bench docs install clean
+.PHONY: demo test check bench crash docs install clean
 
 demo: $(STAMP)
 	$(BIN)/reef demo $(ARGS)
@@ -32,6 +32,10 @@ bench: $(STAMP)
 	for name in $(basename $(notdir $(wildcard benchmarks/[a-z]*.py))); do \
 		$(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; \
 	done
+
+# Kills a running deployment at every point and looks what is left; ARGS="--list" shows them, ARGS="--every 20" does a few.
+crash: $(STAMP)
+	$(BIN)/python -m crash $(ARGS)
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py
