@@ -33,7 +33,6 @@ bench: $(STAMP)
 		$(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; \
 	done
 
-# Kills a running deployment at every point and looks what is left; ARGS="--list" shows them, ARGS="--every 20" does a few.
 crash: $(STAMP)
 	$(BIN)/python -m crash $(ARGS)
 

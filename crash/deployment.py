@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,13 +27,23 @@ class Unrecovered(Exception):
 class Deployment:
     """One data directory and one port; as many runs of the service as it is started."""
 
-    def __init__(self, directory: Path, flags: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        flags: Mapping[str, object],
+        *,
+        wrapper: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`wrapper` is put before the command; `environment` is added to the service's."""
         self.directory = directory
         self.data = directory / "data"
         self.port = _free_port()
         self.client = ReefClient(f"http://127.0.0.1:{self.port}", timeout=30.0)
         self.flags = {"reef.data-dir": self.data, "reef.port": self.port, **flags}
         self.runs = 0
+        self._wrapper = wrapper
+        self._environment = environment or {}
         self._plan = directory / "plan"
         self._process: subprocess.Popen[bytes] | None = None
         directory.mkdir(parents=True, exist_ok=True)
@@ -46,13 +56,13 @@ class Deployment:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("REEF_")}
         environment |= {
             ENVIRONMENT_VARIABLE: str(self._plan),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")])),
+            "PYTHONPATH": os.pathsep.join(filter(None, [*self._paths, str(ROOT), environment.get("PYTHONPATH")])),
             "HF_HUB_OFFLINE": "1",
         }
         options = [f"--{key}={value}" for key, value in self.flags.items()]
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "reef.cli", "serve", *options],
+                [*self._wrapper, sys.executable, "-m", "reef.cli", "serve", *options],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
