@@ -33,9 +33,9 @@ class Deployment:
         flags: Mapping[str, object],
         *,
         wrapper: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
+        paths: Sequence[Path] = (),
     ) -> None:
-        """`wrapper` is put before the command; `environment` is added to the service's."""
+        """`wrapper` is put before the command; its Python looks into `paths` first."""
         self.directory = directory
         self.data = directory / "data"
         self.port = _free_port()
@@ -43,7 +43,7 @@ class Deployment:
         self.flags = {"reef.data-dir": self.data, "reef.port": self.port, **flags}
         self.runs = 0
         self._wrapper = wrapper
-        self._environment = environment or {}
+        self._paths = [str(path) for path in paths]
         self._plan = directory / "plan"
         self._process: subprocess.Popen[bytes] | None = None
         directory.mkdir(parents=True, exist_ok=True)

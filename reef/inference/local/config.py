@@ -9,9 +9,6 @@ import msgspec
 
 from reef.runtime.interfaces import PauseMode
 
-BASE_LOAD_ID = "engine:0"
-"""The runtime load ID of the base model as an engine started with it."""
-
 
 class LocalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, rename="kebab"):
     """One local engine, or `engines` equal ones."""

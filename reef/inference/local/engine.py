@@ -17,7 +17,7 @@ import torch
 from reef.errors import ConfigError, EngineError, InvalidRequest
 from reef.inference.chat.detokenizer import TextStream
 from reef.inference.chat.tokenizer import ChatTokenizer
-from reef.inference.local.config import BASE_LOAD_ID, LocalConfig
+from reef.inference.local.config import LocalConfig
 from reef.inference.local.kv_cache import PagePool, PrefixCache
 from reef.inference.local.loads import Loads
 from reef.inference.local.model import Model, ModelSpec
@@ -31,6 +31,7 @@ from reef.inference.local.weights import end_token_ids, read_config
 from reef.points import Point, crossing
 from reef.runtime.interfaces import (
     BASE_LANE,
+    BASE_LOAD_ID,
     Ending,
     EngineReport,
     GenerateRequest,

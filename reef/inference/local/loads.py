@@ -14,12 +14,11 @@ from pathlib import Path
 import torch
 
 from reef.errors import EngineError
-from reef.inference.local.config import BASE_LOAD_ID
 from reef.inference.local.lora import Adapter, AdapterStack, read_adapter, stack_adapters
 from reef.inference.local.model import ModelSpec, ModelWeights
 from reef.inference.local.ops import Ops
 from reef.inference.local.weights import build_weights, projection_parts, read_config, read_state
-from reef.runtime.interfaces import WeightKind, WeightLoad
+from reef.runtime.interfaces import BASE_LOAD_ID, WeightKind, WeightLoad
 
 _STACKS = 8
 
