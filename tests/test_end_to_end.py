@@ -203,17 +203,17 @@ def test_serve_learn_die_recover_and_roll_back(reef: Reef):
 @pytest.mark.timeout(240)
 def test_a_request_in_flight_continues_across_a_publication(reef: Reef):
     stream = reef.openai.chat.completions.create(
-        model="any", messages=PROMPT, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}, seed=1
+        model="any", messages=PROMPT, max_tokens=3500, stream=True, extra_body={"ignore_eos": True}, seed=1
     )
     chunks = iter(stream)
     next(chunks)
     reef.teach()
     for _ in chunks:
         pass
-    crossing = next(r for r in reef.records() if len(r["generations"][0]["output_ids"]) == 1500)
+    crossing = next(r for r in reef.records() if len(r["generations"][0]["output_ids"]) == 3500)
     spans = crossing["generations"][0]["spans"]
     assert [span["runtime_load_id"] for span in spans] == ["engine:0", reef.head()["runtime_load_id"]]
-    assert spans[0]["end"] == spans[1]["start"] and spans[1]["end"] == 1500
+    assert spans[0]["end"] == spans[1]["start"] and spans[1]["end"] == 3500
 
 
 @pytest.mark.timeout(240)
