@@ -88,7 +88,7 @@ class TrainingCoordinator:
     def begin(self, job: TrainJob) -> Candidate | None:
         """RUNNING, unless this job is a candidate already: then that, staged.
 
-        Raises Unavailable while another job is in flight.
+        Raises Unavailable while another job is in flight, or where the engines have no slot for its candidate.
         """
         if self._trainer is None:
             raise TrainingError("this deployment has no trainer (training.backend is none)")
@@ -97,6 +97,7 @@ class TrainingCoordinator:
             self._publication.stage(found.candidate)
             return found.candidate
         self._require_idle(found, job.job_id)
+        self._publication.require_slot(job.scenario)
         self._marker.write(Marker(job_id=job.job_id, scenario=job.scenario, state=MarkerState.RUNNING, updated_at=0.0))
         return None
 
@@ -147,6 +148,7 @@ class TrainingCoordinator:
     def adopt(self, candidate: Candidate) -> Candidate:
         """Begin at CHECKPOINT with bytes that exist already."""
         self._require_idle(self._marker.read(), candidate.job_id)
+        self._publication.require_slot(candidate.scenario, candidate.content_id)
         self._marker.write(
             Marker(
                 job_id=candidate.job_id,

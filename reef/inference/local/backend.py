@@ -93,6 +93,9 @@ class LocalBackend(InferenceBackend):
     def drop(self, runtime_load_id: str) -> None:
         self._all("drop", runtime_load_id)
 
+    def evict(self, runtime_load_id: str) -> bool:
+        return all(self._all("evict", runtime_load_id))
+
     def score(self, runtime_load_id: str, token_ids: list[int]) -> list[list[float]]:
         return self._all("score", runtime_load_id, token_ids)
 
@@ -135,6 +138,10 @@ class LocalBackend(InferenceBackend):
             if self._directory is not None:
                 shutil.rmtree(self._directory, ignore_errors=True)
                 self._directory = None
+
+    @property
+    def max_loads(self) -> int:
+        return self._config.max_loads
 
     @property
     def probe_tolerance(self) -> float:

@@ -38,7 +38,9 @@ class LocalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     max_loads: Annotated[
         int,
         msgspec.Meta(
-            ge=2, description="loads resident besides the base model: one per trained scenario, one to publish"
+            ge=2,
+            description="sets of weights resident besides the base model: one for each trained scenario and one to "
+            "publish; adapters of older releases stay for a quick rollback while there is room",
         ),
     ] = 8
     prefix_cache: Annotated[
