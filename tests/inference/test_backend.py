@@ -283,7 +283,7 @@ def faulty(tmp_path):
         def factory(_, kwargs_per_rank):
             return make_executor("uni", "tests.inference.test_backend:FakeEngineWorker", kwargs_per_rank)
 
-        backend = LocalBackend(tiny_config(tmp_path, engines=len(faults)), factory, **settings)
+        backend = LocalBackend(tiny_config(tmp_path, engines=len(faults), **settings), factory)
         backend.start()
         started.append(backend)
         return backend

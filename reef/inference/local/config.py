@@ -54,6 +54,15 @@ class LocalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
         msgspec.Meta(description="auto: compile Reef's CPU kernels at first use where there is a C++ compiler"),
     ] = "auto"
     engines: Annotated[int, msgspec.Meta(ge=1, description="how many engines serve")] = 1
+    health_timeout: Annotated[
+        float, msgspec.Meta(gt=0, description="seconds without a sign of life after which an engine is replaced")
+    ] = 10.0
+    control_timeout: Annotated[
+        float,
+        msgspec.Meta(
+            gt=0, description="seconds that an engine which is alive may take for one order: loading weights, pausing"
+        ),
+    ] = 120.0
 
     def __post_init__(self) -> None:
         if self.max_batch_tokens < self.max_running:
