@@ -52,6 +52,9 @@ from reef.runtime.recovery import MarkerFile
 
 log = logging.getLogger("reef.scheduler")
 
+FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 120.0
+"""Seconds that a scenario waits after its step failed: doubled each time, up to the second."""
+
 SETTLED = (MarkerState.COMPLETE, MarkerState.REJECTED)
 
 
@@ -329,7 +332,8 @@ class RuntimeScheduler:
     """Runs one scenario's learning: waits until a step is due, takes its turn, and lets the scenario learn.
 
     `due` ingests what is new and says whether a step is ready; `learn` does one step. `turn` is shared by all scenarios
-    of a deployment; it is fair, so the scenario that became ready first goes first.
+    of a deployment; it is fair, so the scenario that became ready first goes first. One whose step fails waits longer
+    and longer, without the turn.
     """
 
     def __init__(
@@ -363,7 +367,7 @@ class RuntimeScheduler:
             self._task = None
 
     async def _run(self) -> None:
-        backoff = 1.0
+        failures = 0
         while True:
             try:
                 if await self._due():
@@ -371,7 +375,7 @@ class RuntimeScheduler:
                         await self._learn()
                 else:
                     await self._sleep(self._poll_seconds)
-                self.error, backoff = None, 1.0
+                self.error, failures = None, 0
             except asyncio.CancelledError:
                 raise
             except Exception as error:
@@ -379,8 +383,8 @@ class RuntimeScheduler:
                 self.error = f"{type(error).__name__}: {error}"
                 level = logging.WARNING if isinstance(error, ReefError) else logging.ERROR
                 log.log(level, "scenario %s: %s", self._name, self.error, exc_info=not isinstance(error, ReefError))
-                await asyncio.sleep(backoff)
-                backoff = min(backoff * 2, 30.0)
+                await asyncio.sleep(min(FIRST_BACKOFF * 2**failures, LONGEST_BACKOFF))
+                failures += 1
 
     async def _sleep(self, seconds: float) -> None:
         # Not wait_for: in Python 3.11 it swallows a cancellation that meets the wake-up.

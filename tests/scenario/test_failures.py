@@ -76,7 +76,8 @@ def test_a_release_that_cannot_be_acknowledged_is_resumed_by_the_supervisor(tmp_
         reef.faults.plant("resume", EngineError("stuck"))
         await teach(reef, "a", "b")
         await reef.released(1)
-        assert reef.engines.lanes["s"] == reef.scenario.head.runtime_load_id and reef.state() is MarkerState.COMPLETE
+        await reef.until(lambda: reef.state() is MarkerState.COMPLETE)
+        assert reef.engines.lanes["s"] == reef.scenario.head.runtime_load_id
 
     run(body, tmp_path)
 
