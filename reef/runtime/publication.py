@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from reef.errors import EngineUncertain, Unavailable, VerificationError
+from reef.errors import BarrierError, EngineUncertain, Unavailable, VerificationError, WorkerDied
 from reef.points import Point, crossing
 from reef.runtime.interfaces import (
     BASE_LOAD_ID,
@@ -88,11 +88,15 @@ class Publication:
         verify_effect(candidate, served, incumbent, self._engines.probe_tolerance)
 
     def pause(self) -> None:
-        """The barrier. Raises BarrierError."""
+        """The barrier; that it is wanted is noted first. Raises BarrierError: then the engines are retired."""
         self._require_complete()
         self._paused_at = time.monotonic()
         with crossing(Point.PAUSE):
-            self._engines.pause(self._pause_mode)
+            try:
+                self._engines.pause(self._pause_mode)
+            except (BarrierError, WorkerDied) as error:
+                self._incomplete = f"recoverable: the engines are to be replaced, the pause barrier failed: {error}"
+                raise BarrierError(f"the pause barrier failed: {error}") from error
 
     def switch(self, candidate: Candidate) -> None:
         """Point the lane at the staged candidate while paused; verify it on every engine. Raises VerificationError."""
@@ -207,6 +211,14 @@ class Publication:
             wrong = {head.scenario for head in heads if report.lanes.get(head.scenario) != head.runtime_load_id}
             if wrong:
                 raise VerificationError(f"{report.engine}: lanes {sorted(wrong)} do not serve their committed heads")
+
+    def prepare_recovery(self, heads: Sequence[Release]) -> None:
+        """At startup: `restore`, after replacing engines that would not pause or were lost on the way."""
+        try:
+            self.restore(heads, resume=True)
+        except (BarrierError, EngineUncertain, WorkerDied) as error:
+            log.warning("the engines are replaced at once: %s", error)
+            self.rebuild(resume=True)
 
     def rebuild(self, *, resume: bool) -> None:
         """Replace every engine, then restore the committed heads."""

@@ -182,10 +182,7 @@ class TrainingCoordinator:
             # Durable before the pause: a marker that cannot be written must not leave anything paused.
             marker.state = MarkerState.UPDATING_WEIGHTS
             self._marker.write(marker)
-            try:
-                self._publication.pause()
-            except (BarrierError, WorkerDied) as error:
-                raise BarrierError(f"the pause barrier failed: {error}") from error
+            self._publication.pause()
         self._publication.switch(candidate)
         marker.state = MarkerState.READY_TO_COMMIT
         self._marker.write(marker)
@@ -254,7 +251,7 @@ class TrainingCoordinator:
     def recover(self, heads: Sequence[Release], committed: bool) -> Candidate | None:
         """Fresh engines get the committed heads; the marker is settled, or its candidate handed back to go on with."""
         marker = self._marker.read()
-        self._publication.restore(heads, resume=True)
+        self._publication.prepare_recovery(heads)
         if marker is None or marker.state in SETTLED:
             return None
         if marker.scenario not in {head.scenario for head in heads}:

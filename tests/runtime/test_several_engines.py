@@ -190,7 +190,10 @@ def test_an_engine_that_dies_behind_the_barrier(fleet, monkeypatch):
 
         patch.setattr(fleet.engines, "activate", stricken)
         fleet.within_bounds(lambda: fleet.coordinator.publish(candidate), WorkerDied)
+    fleet.coordinator.repair_engines()
     assert fleet.state() is MarkerState.UPDATING_WEIGHTS
+    for report in fleet.engines.reports():  # as paused as those that it replaced, with what is committed
+        assert report.paused and report.lanes["s"] == fleet.head.runtime_load_id
     fleet.coordinator.reject(candidate.job_id, "an engine was lost")
     assert fleet.state() is MarkerState.REJECTED
     fleet.all_serve_the_head()
