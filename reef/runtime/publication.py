@@ -127,9 +127,8 @@ class Publication:
         """After `commit_head`: resume, then retire what the release replaced."""
         self._require_complete()
         self._resume()
-        self._residency.unpin(release.runtime_load_id)
-        if (replaced := self._replaced.pop(release.scenario, None)) is not None:
-            self._residency.retire(replaced, self._current().values())
+        replaced = self._replaced.pop(release.scenario, None)
+        self._residency.release(release.runtime_load_id, replaced, self._current().values())
 
     def withdraw(self, candidate: Candidate) -> None:
         """Put the incumbent back if the candidate was switched in, resume if paused, free the candidate."""

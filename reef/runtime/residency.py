@@ -49,19 +49,16 @@ class Residency:
         if pin:
             self._pinned.add(load_id)
 
-    def unpin(self, load_id: str) -> None:
-        """The candidate became a release."""
+    def release(self, load_id: str, replaced: str | None, current: Collection[str]) -> None:
+        """A candidate became a release. What it replaced stays while there is room, unless that makes no sense."""
         self._pinned.discard(load_id)
-
-    def retire(self, load_id: str, current: Collection[str]) -> None:
-        """A release replaced it: keep an adapter while there is room, unless another load has the same bytes."""
-        load = self._loads.get(load_id)
-        if load is None or load_id in current:
-            return
-        self._loads[load_id] = self._loads.pop(load_id)
-        twin = any(other.content_id == load.content_id for other in self._loads.values() if other is not load)
-        if twin or load.kind is WeightKind.FULL:
-            self.drop(load_id)
+        if replaced in self._loads:
+            self._loads[replaced] = self._loads.pop(replaced)
+        for unused in self._unused(current):
+            load = self._loads[unused]
+            twin = any(one.content_id == load.content_id for one in self._loads.values() if one is not load)
+            if twin or load.kind is WeightKind.FULL:
+                self.drop(unused)
 
     def drop(self, load_id: str) -> None:
         """Free a load that no lane serves. One that cannot be freed is a leak, not a fault: it stays visible."""
@@ -95,21 +92,21 @@ class Residency:
             return "leaked"
         return "pinned" if load_id in self._pinned else "unused"
 
+    def _unused(self, current: Collection[str]) -> list[str]:
+        """What may be freed, least recently current first."""
+        return [load_id for load_id in self._loads if load_id not in current and load_id not in self._pinned]
+
     def _contents(self, *more: WeightLoad) -> set[str]:
         """The sets of bytes that take a slot."""
         return {load.content_id for load in (*self._loads.values(), *more) if load.path is not None}
 
     def _make_room(self, load: WeightLoad, current: Collection[str]) -> None:
         slots = self._engines.max_loads
-        unused = [
-            load_id
-            for load_id, other in self._loads.items()
-            if load_id not in current and load_id not in self._pinned and other.content_id != load.content_id
-        ]
-        for load_id in sorted(unused, key=lambda load_id: load_id not in self._leaked):  # stable: leaks first
+        for load_id in sorted(self._unused(current), key=lambda load_id: load_id not in self._leaked):  # leaks first
             if len(self._contents(load)) <= slots:
                 return
-            self._evict(load_id)
+            if self._loads[load_id].content_id != load.content_id:
+                self._evict(load_id)
         if len(self._contents(load)) > slots:
             raise EngineError(
                 f"{load.runtime_load_id} finds no slot: all {slots} (inference.max-loads) hold releases that serve, "
