@@ -20,9 +20,11 @@ from reef.runtime.interfaces import (
     StepSignal,
     TrainJob,
     WeightKind,
+    WeightLoad,
 )
 from reef.runtime.publication import Publication
 from reef.runtime.recovery import MarkerFile
+from reef.runtime.residency import Residency
 from reef.runtime.scheduler import TrainingCoordinator
 from tests.runtime.fakes import FakeEngines, FakeTrainer, Faults
 
@@ -142,6 +144,22 @@ def test_a_candidate_is_pinned_and_a_load_in_use_is_not_evicted(tmp_path):
     many.check()
 
 
+def test_what_is_pinned_keeps_its_slot_whoever_asks_for_it(tmp_path):
+    residency = Residency(FakeEngines(Faults(), slots=1))
+    loads = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(name)
+        path = str(tmp_path / name)
+        loads.append(WeightLoad(runtime_load_id=name, content_id=name, kind=WeightKind.LORA, path=path))
+    residency.stage(loads[0], (), pin=True)
+    with pytest.raises(EngineError, match="two finds no slot"):
+        residency.stage(loads[1], ())
+    residency.release("one", None, ())
+    residency.stage(loads[1], ())
+    assert [load["runtime_load_id"] for load in residency.status({})["loads"]] == ["two"]
+
+
 def test_a_load_that_failed_takes_no_slot(tmp_path):
     many = Many(tmp_path, "ab", slots=3)
     many.learn("a")
@@ -200,6 +218,9 @@ def test_a_scenario_too_many_is_refused_by_name_and_the_others_go_on(tmp_path):
     many.learn("b")
     many.check()
     many.roll_back("a", "base")
+    assert many.engines.lanes["a"] != BASE_LOAD_ID and many.publication.residency()["used"] == len(
+        set(many.engines.loads.values()) - {"base"}
+    )
     many.learn("c")
     with pytest.raises(Unavailable, match="scenario 'a'"):
         many.train("a")
