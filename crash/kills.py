@@ -21,7 +21,16 @@ TRIGGERS: dict[Point, Trigger] = {
     Point.RESTART_TRAINER: "trainer dies",
 }
 ONLY_RETRACT = {Point.ENGINE_FLUSH}
-ONLY_COLOCATED = {Point.ENGINE_RELEASE_MEMORY, Point.ENGINE_RESTORE_MEMORY}
+ONLY_COLOCATED = {
+    Point.MEMORY_RELEASE,
+    Point.MEMORY_RESTORE,
+    Point.TAKE_DEVICE,
+    Point.GIVE_BACK_DEVICE,
+    Point.ENGINE_RELEASE_MEMORY,
+    Point.ENGINE_RESTORE_MEMORY,
+    Point.TRAINER_RELEASE_MEMORY,
+    Point.TRAINER_RESTORE_MEMORY,
+}
 
 # Where the service stands when somebody else dies.
 ENGINE_DIES_AT = (

@@ -8,12 +8,12 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from reef.errors import BarrierError, EngineUncertain, ReefError, TrainingError, Unavailable, WorkerDied
-from reef.points import Point, crossing
 from reef.runtime.executor import KINDS, is_class_path
 from reef.runtime.interfaces import (
     Candidate,
@@ -112,8 +112,15 @@ class CoordinatorRuntime(TrainingRuntime):
     # ------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Start engines and trainer side by side; connect the data plane. Raises what a component raised."""
+        """Start engines and trainer, side by side unless they share a device; connect the data plane.
+
+        Raises what a component raised.
+        """
         loop = asyncio.get_running_loop()
+        if (colocation := self._coordinator.colocation) is not None:
+            await loop.run_in_executor(None, self._engines.start)
+            await self._call(partial(colocation.start_trainer, resume=False))
+            return
         starts = [loop.run_in_executor(None, self._engines.start)]
         if self._trainer is not None:
             starts.append(loop.run_in_executor(None, self._trainer.start))
@@ -169,12 +176,14 @@ class CoordinatorRuntime(TrainingRuntime):
         if (found := await self._call(self._coordinator.begin, job)) is not None:
             return found
         try:
-            # On a thread of its own: an engine that dies meanwhile is replaced at once.
-            result = await asyncio.get_running_loop().run_in_executor(self._training, self._coordinator.compute, job)
+            # On a thread of its own: an engine that dies meanwhile is replaced at once. But where the trainer has the
+            # engines' device, a fresh engine has no room before the step is over.
+            thread = self._training if self._coordinator.colocation is None else self._thread
+            result = await asyncio.get_running_loop().run_in_executor(thread, self._coordinator.compute, job)
         except TrainingError as error:
             await self._call(self._coordinator.fail, job, str(error))
             raise
-        except WorkerDied:
+        except (WorkerDied, EngineUncertain, BarrierError):
             self._nudge.set()
             raise
         return await self._call(self._coordinator.checkpoint, job, result, runtime_load_id)
@@ -230,7 +239,11 @@ class CoordinatorRuntime(TrainingRuntime):
             elif self._coordinator.owes_seconds > OWED_SECONDS:
                 reason = "a committed release could not be resumed"
                 await self._replace("engine", reason, self._coordinator.repair_engines)
-            elif self._trainer is not None and (reason := self._trainer.health()):
+            elif (
+                self._trainer is not None
+                and (reason := self._trainer.health())
+                and await asyncio.to_thread(self._coordinator.trainer_may_start)
+            ):
                 await self._replace("trainer", reason, self._restart_trainer)
 
     async def _replace(self, component: str, reason: str, repair: Callable[[], None]) -> None:
@@ -263,7 +276,7 @@ class CoordinatorRuntime(TrainingRuntime):
         self._coordinator.repair_engines()
 
     def _restart_trainer(self) -> None:
-        assert self._trainer is not None
-        with crossing(Point.RESTART_TRAINER):
-            self._trainer.close()
-            self._trainer.start()
+        if self._coordinator.trainer_may_start():
+            self._coordinator.restart_trainer()
+        else:  # a rollback began meanwhile; it needs no trainer
+            self._budgets["trainer"].give_back()

@@ -22,12 +22,14 @@ from reef.inference.local.client import LocalHandler
 from reef.recipe.lookup import build_evaluator, build_recipe
 from reef.records.lock import DirectoryLock
 from reef.records.sqlite import SqliteStorage
+from reef.runtime.colocation import Colocation
 from reef.runtime.deployment import CoordinatorRuntime
 from reef.runtime.interfaces import (
     Candidate,
     CandidateSampler,
     InferenceHandler,
     MarkerState,
+    MemoryRegion,
     PauseMode,
     Release,
     SamplingParams,
@@ -108,14 +110,19 @@ class Deployment:
         )
         self._contents = contents = DirectoryContentStore(data / "artifacts")
         engines = LocalBackend(config.inference, partial(self._workplace.executor, ENGINE), base_content_id=base)
-        self.handler: InferenceHandler = LocalHandler(engines.socket_paths)
+        self.handler: InferenceHandler = LocalHandler(
+            engines.socket_paths, queue_timeout=config.inference.queue_timeout
+        )
         tokenizer = await asyncio.to_thread(ChatTokenizer.load, model)
         self.chat = ChatService(tokenizer, self.handler)
         probe = probe_ids(tokenizer.vocab_size)
         pause_mode = PauseMode(config.inference.pause_mode)
         self._publication = Publication(engines, contents, pause_mode, base, probe)
         trainer = self._trainer()
-        coordinator = TrainingCoordinator(trainer, self._publication, contents, MarkerFile(data / "marker.json"))
+        self._colocation = self._colocate(trainer)
+        coordinator = TrainingCoordinator(
+            trainer, self._publication, contents, MarkerFile(data / "marker.json"), self._colocation
+        )
         self._runtime = CoordinatorRuntime(coordinator, self._publication, engines, trainer, self.handler)
         self._services = Services(
             storage=self.storage,
@@ -138,6 +145,13 @@ class Deployment:
             return None
         arguments = {"model_path": self.config.inference.model_path, "config": training}
         return TorchBackend(training, partial(self._workplace.executor, TRAINER, TORCH_WORKER, [arguments]))
+
+    def _colocate(self, trainer: TrainingBackend | None) -> Colocation | None:
+        training = self.config.training
+        if trainer is None or isinstance(training, NoTraining) or not training.colocate:
+            return None
+        resident = [MemoryRegion.WEIGHTS] if training.options.keep_lora_base_resident else []
+        return Colocation(self._publication, trainer, resident)
 
     def _sampler(self, candidate: Candidate, head: Release) -> CandidateSampler:
         return PinnedSampler(self.chat, candidate.runtime_load_id, head.runtime_load_id)
@@ -249,6 +263,9 @@ class Deployment:
             "training_health": self._runtime.training_health(),
             "engines": await self._runtime.engine_reports(),
             "last_pause_seconds": self._publication.pause_seconds,
+            "memory": None
+            if self._colocation is None
+            else {"step_seconds": self._colocation.step_seconds, **self._colocation.reports},
             "job": None
             if marker is None
             else {"job_id": marker.job_id, "scenario": marker.scenario, "state": marker.state, "error": marker.error},

@@ -47,6 +47,14 @@ class LocalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     pause_mode: Annotated[
         PauseMode, msgspec.Meta(description="what a publication does to requests in flight: retract or in_place")
     ] = PauseMode.IN_PLACE
+    queue_timeout: Annotated[
+        float,
+        msgspec.Meta(
+            gt=0,
+            description="seconds that a request may wait for its first token, behind others or during a colocated "
+            "step, before it gets 503",
+        ),
+    ] = 600.0
     kernels: Annotated[
         Literal["auto", "torch"],
         msgspec.Meta(description="auto: compile Reef's CPU kernels at first use where there is a C++ compiler"),

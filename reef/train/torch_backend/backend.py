@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from reef.errors import WorkerDied
-from reef.runtime.interfaces import Executor, TrainingBackend, TrainJob, TrainResult, WeightKind
+from reef.runtime.interfaces import Executor, MemoryReport, TrainingBackend, TrainJob, TrainResult, WeightKind
 from reef.train.torch_backend.config import TorchConfig
 
 
@@ -25,17 +26,28 @@ class TorchBackend(TrainingBackend):
         executor.start()
 
     def train(self, job: TrainJob) -> TrainResult:
+        result: TrainResult = self._call("train", job)
+        return result
+
+    def release_memory(self) -> MemoryReport:
+        report: MemoryReport = self._call("release_memory")
+        return report
+
+    def restore_memory(self) -> MemoryReport:
+        report: MemoryReport = self._call("restore_memory")
+        return report
+
+    def _call(self, method: str, *args: TrainJob) -> Any:
         if self._executor is None:
             raise WorkerDied("the trainer is not started")
         try:
-            result: TrainResult = self._executor.rpc(0, "train", job).result(self._config.step_timeout)
+            return self._executor.rpc(0, method, *args).result(self._config.step_timeout)
         except TimeoutError:
             # The step may still run; ending its process is the only way to be sure that nobody else trains this job.
             self._executor.close()
             raise WorkerDied(
-                f"the step took longer than training.step-timeout ({self._config.step_timeout:g} s)"
+                f"{method} took longer than training.step-timeout ({self._config.step_timeout:g} s)"
             ) from None
-        return result
 
     def health(self) -> str | None:
         return "the trainer is not started" if self._executor is None else self._executor.health()
