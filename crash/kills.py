@@ -101,16 +101,23 @@ class Kind:
     def retracts(self) -> bool:
         return self.flags["inference.pause-mode"] == "retract"
 
+    @property
+    def colocated(self) -> bool:
+        return self.flags.get("training.colocate") == "true"
+
 
 KINDS = tuple(
     Kind(f"{mode}-{pause}", {"training.mode": mode, "inference.pause-mode": pause})
     for mode, pause in (("lora", "in_place"), ("full", "retract"), ("lora", "retract"), ("full", "in_place"))
+) + tuple(
+    Kind(f"{mode}-colocated", {"training.mode": mode, "inference.pause-mode": "retract", "training.colocate": "true"})
+    for mode in ("lora", "full")
 )
 
 
 def kills_of(kind: Kind) -> list[Kill]:
     """Every point and side that this deployment has, and the deaths of others; in the order of the points."""
-    unreached = ONLY_COLOCATED | (set() if kind.retracts else ONLY_RETRACT)
+    unreached = (set() if kind.colocated else ONLY_COLOCATED) | (set() if kind.retracts else ONLY_RETRACT)
     points = [point for point in Point if point not in unreached]
     found = [Kill(point, side, point.component, TRIGGERS.get(point, "load")) for point in points for side in SIDES]
     found += [Kill(point, side, "engine") for point in ENGINE_DIES_AT for side in SIDES]
