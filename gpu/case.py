@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,6 @@ from crash.model import VOCABULARY, make_model
 from reef.artifact import chain
 from reef.artifact.base import base_content_id
 from reef.artifact.content import DirectoryContentStore
-from reef.errors import ReefError
 from reef.inference.local.backend import LocalBackend
 from reef.inference.local.client import LocalHandler
 from reef.inference.local.config import LocalConfig
@@ -45,6 +45,8 @@ from reef.runtime.recovery import MarkerFile
 from reef.runtime.scheduler import TrainingCoordinator
 from reef.train.torch_backend.backend import TorchBackend
 from reef.train.torch_backend.config import PROCESS_ENVIRONMENT, TorchConfig, TorchOptions
+
+log = logging.getLogger("gpu")
 
 SCENARIO = "gpu"
 # 27 million parameters: enough to see in a GPU's memory. A CPU gets a twelfth.
@@ -133,7 +135,8 @@ async def run(case: Case, device: str, directory: Path) -> Outcome:
             await deployment.learn()
             await deployment.roll_back()
             await deployment.replace_engines()
-        except (ReefError, AssertionError) as error:
+        except Exception as error:  # the other cases may still tell something
+            log.exception("%s failed", case.name)
             outcome.problems.append(f"{type(error).__name__}: {error}")
     return outcome
 
@@ -226,6 +229,7 @@ class Deployment:
             probe_logprobs=[],
             incumbent_probe_logprobs=[],
             origin=ReleaseKind.ROLLBACK,
+            source_release_id=self.base.release_id,
         )
         await asyncio.to_thread(self.coordinator.adopt, candidate)
         await self._publish(candidate, chain.next_release(self.head, candidate, Evaluation(), time.time()))

@@ -1,21 +1,24 @@
-"""Nothing of the engine's model mixes devices: every kernel is tried on fake CUDA tensors, which only have a place."""
+"""Nothing of the engine mixes devices. Tried on torch's `meta` device, which has no values but is not the CPU."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-
 from reef.inference.local.attention import KVTensors, Stretch, plan_dense, plan_paged  # noqa: E402
-from reef.inference.local.lora import AdapterStack, LoraBatch  # noqa: E402
+from reef.inference.local.lora import Adapter, LoraBatch, stack_adapters  # noqa: E402
 from reef.inference.local.model import Batch, Model, ModelSpec  # noqa: E402
+from reef.inference.local.native import make_ops  # noqa: E402
 from reef.inference.local.ops import Ops  # noqa: E402
+from reef.inference.local.sampler import Row, _adjust, _choose  # noqa: E402
 from reef.inference.local.weights import build_weights, read_config, read_state  # noqa: E402
+from reef.runtime.interfaces import SamplingParams  # noqa: E402
 
+ELSEWHERE = torch.device("meta")
 PAGE = 4
 STRETCHES = [  # two that decode, of very different lengths; one that begins; one that goes on
     Stretch(0, 1, 5, [1, 2]),
@@ -23,27 +26,17 @@ STRETCHES = [  # two that decode, of very different lengths; one that begins; on
     Stretch(2, 6, 0, [20, 21]),
     Stretch(8, 5, 8, [22, 23, 24, 25]),
 ]
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny_model):
-    return ModelSpec.from_config(read_config(tiny_model)), read_state(tiny_model)
-
-
-@pytest.fixture
-def cuda(loaded, monkeypatch):
-    """Tensors on a CUDA device that nobody has."""
-    monkeypatch.setattr(torch.Tensor, "isfinite", lambda self: SimpleNamespace(all=lambda: True))  # reads values
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield torch.device("cuda")
+TOKENS = 13
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_stays_on_the_device(loaded, cuda, dtype):
-    spec, state = loaded
-    ops = Ops()
-    weights = build_weights(state, spec, dtype, cuda, ops)
-    model = Model(spec, dtype, cuda, 128, ops)
+def test_a_step_stays_on_the_device(tiny_model, monkeypatch, dtype):
+    spec, state = ModelSpec.from_config(read_config(tiny_model)), read_state(tiny_model)
+    monkeypatch.setattr(torch.Tensor, "isfinite", lambda self: SimpleNamespace(all=lambda: True))  # needs values
+    ops = make_ops("auto", ELSEWHERE, spec.head_dim)
+    assert type(ops) is Ops, "Reef's own kernels are for the CPU"
+    weights = build_weights(state, spec, dtype, ELSEWHERE, ops)
+    model = Model(spec, dtype, ELSEWHERE, 128, ops)
     kv = KVTensors(
         num_layers=spec.num_layers,
         num_pages=32,
@@ -51,22 +44,43 @@ def test_a_step_stays_on_the_device(loaded, cuda, dtype):
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=dtype,
-        device=cuda,
+        device=ELSEWHERE,
     )
-    stack = AdapterStack(
-        {name: [torch.zeros(inp, 6, dtype=dtype, device=cuda)] * 2 for name, (_, inp) in spec.fused_sizes.items()},
-        {name: [torch.zeros(6, out, dtype=dtype, device=cuda)] * 2 for name, (out, _) in spec.fused_sizes.items()},
-        {name: torch.zeros(6, dtype=torch.long, device=cuda) for name in spec.fused_sizes},
-    )
-    lora = LoraBatch(stack, torch.zeros(13, dtype=torch.long, device=cuda))
+    ids = torch.zeros(TOKENS, dtype=torch.long, device=ELSEWHERE)
+    numbers = torch.from_numpy(np.zeros(TOKENS, dtype=np.int64)).to(ELSEWHERE)
     batch = Batch(
-        token_ids=torch.zeros(13, dtype=torch.long, device=cuda),
-        positions=torch.zeros(13, dtype=torch.long, device=cuda),
+        token_ids=ids,
+        positions=ids,
         attention=plan_paged(STRETCHES, kv, ops.row_tables_up_to),
-        lora=lora,
+        lora=LoraBatch(stack_adapters([adapter(spec, dtype)] * 2), numbers),
     )
-    hidden = model.forward(weights, batch)
-    assert hidden.device.type == "cuda" and hidden.dtype == dtype and hidden.shape == (13, spec.hidden_size)
-    batch.attention = plan_dense(13)
-    assert weights.lm_head(model.forward(weights, batch)).device.type == "cuda"
+    for plan in (batch.attention, plan_dense(TOKENS)):
+        batch.attention = plan
+        hidden = model.forward(weights, batch)
+        assert (hidden.device, hidden.dtype, hidden.shape) == (ELSEWHERE, dtype, (TOKENS, spec.hidden_size))
+    assert weights.lm_head(hidden).device == ELSEWHERE
     kv.clear([1, 2])
+
+
+def adapter(spec: ModelSpec, dtype: torch.dtype) -> Adapter:
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=ELSEWHERE)
+
+    sizes = spec.fused_sizes.items()
+    return Adapter(
+        {name: zeros(spec.num_layers, 6, inputs) for name, (_, inputs) in sizes},
+        {name: zeros(spec.num_layers, outputs, 6) for name, (outputs, _) in sizes},
+    )
+
+
+def test_sampling_stays_on_the_device():
+    counts = np.zeros(600, dtype=np.int32)
+    counts[3] = 2
+    params = [
+        SamplingParams(min_p=0.01, logit_bias={4: 1.0}),
+        SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.1, repetition_penalty=1.2),
+    ]
+    rows = [Row(one, 7, 11, [1, 2, 3], counts) for one in params]
+    logits = torch.zeros(2, 600, device=ELSEWHERE)
+    tokens, drawn = _choose(_adjust(logits, rows), rows)
+    assert tokens.device == drawn.device == ELSEWHERE and tokens.shape == drawn.shape == (2,)
