@@ -50,6 +50,7 @@ ENGINE_DIES_AT = (
     Point.MARKER_REJECTING,
 )
 TRAINER_DIES_AT = (Point.MARKER_RUNNING, Point.TRAIN, Point.MARKER_CHECKPOINT, Point.COMMIT, Point.MARKER_COMPLETE)
+HAND_OVERS = (Point.MEMORY_RELEASE, Point.TAKE_DEVICE, Point.GIVE_BACK_DEVICE, Point.MEMORY_RESTORE)  # of both workers
 ROLLBACK_DIES_AT = (Point.MARKER_CHECKPOINT, Point.PAUSE, Point.MARKER_READY_TO_COMMIT, Point.COMMIT, Point.RESUME)
 
 # A second death, of the service that recovers from the first.
@@ -122,6 +123,8 @@ def kills_of(kind: Kind) -> list[Kill]:
     found = [Kill(point, side, point.component, TRIGGERS.get(point, "load")) for point in points for side in SIDES]
     found += [Kill(point, side, "engine") for point in ENGINE_DIES_AT for side in SIDES]
     found += [Kill(point, side, "trainer") for point in TRAINER_DIES_AT for side in SIDES]
+    if kind.colocated:
+        found += [Kill(point, side, who) for point in HAND_OVERS for side in SIDES for who in ("engine", "trainer")]
     found += [Kill(point, side, "service", "rollback") for point in ROLLBACK_DIES_AT for side in SIDES]
     for (point, side), then in RECOVERY:
         found.append(Kill(point, side, "service", then=then))

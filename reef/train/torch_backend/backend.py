@@ -9,6 +9,9 @@ from reef.errors import WorkerDied
 from reef.runtime.interfaces import Executor, MemoryReport, TrainingBackend, TrainJob, TrainResult, WeightKind
 from reef.train.torch_backend.config import TorchConfig
 
+RELEASE_SECONDS = 120.0
+"""A trainer that has not given the device back by then is ended: requests wait for it."""
+
 
 class TorchBackend(TrainingBackend):
     """Sends each job to the executor's only worker, a `TorchWorker` made with the same configuration.
@@ -26,28 +29,27 @@ class TorchBackend(TrainingBackend):
         executor.start()
 
     def train(self, job: TrainJob) -> TrainResult:
-        result: TrainResult = self._call("train", job)
+        result: TrainResult = self._call(self._config.step_timeout, "train", job)
         return result
 
     def release_memory(self) -> MemoryReport:
-        report: MemoryReport = self._call("release_memory")
+        report: MemoryReport = self._call(RELEASE_SECONDS, "release_memory")
         return report
 
     def restore_memory(self) -> MemoryReport:
-        report: MemoryReport = self._call("restore_memory")
+        report: MemoryReport = self._call(self._config.step_timeout, "restore_memory")
         return report
 
-    def _call(self, method: str, *args: TrainJob) -> Any:
+    def _call(self, timeout: float, method: str, *args: TrainJob) -> Any:
         if self._executor is None:
             raise WorkerDied("the trainer is not started")
         try:
-            return self._executor.rpc(0, method, *args).result(self._config.step_timeout)
+            return self._executor.rpc(0, method, *args).result(timeout)
         except TimeoutError:
             # The step may still run; ending its process is the only way to be sure that nobody else trains this job.
             self._executor.close()
-            raise WorkerDied(
-                f"{method} took longer than training.step-timeout ({self._config.step_timeout:g} s)"
-            ) from None
+            what = f"the step took longer than training.step-timeout ({timeout:g} s)"
+            raise WorkerDied(what if method == "train" else f"{method} took longer than {timeout:g} s") from None
 
     def health(self) -> str | None:
         return "the trainer is not started" if self._executor is None else self._executor.health()
