@@ -226,9 +226,7 @@ def test_requests_complete_after_memory_came_back(tiny_model, paths, models, res
     assert not tested.has_work() and tested.step() == []
     tested.restore_memory()
     assert ("engine:1" in tested.report().loads) is resident
-    for load_id in ("engine:1", "engine:2"):
-        tested.stage(full_load(load_id, paths[load_id]))
-    tested.resume()
+    tested.resume()  # no lane serves what is gone
     answer = finish(tested, answers)
     assert answer.load_ids == ["engine:0"] * 30
     assert answer.token_ids == reference_greedy(models["engine:0"], PROMPT, 30)
