@@ -175,7 +175,7 @@ class Deployment:
         self.colocation = Colocation(publication, self.trainer, [MemoryRegion.WEIGHTS] if case.resident else [])
         marker = MarkerFile(directory / "marker.json")
         self.coordinator = TrainingCoordinator(self.trainer, publication, self.contents, marker, self.colocation)
-        self.handler = LocalHandler(self.engines.socket_paths)
+        self.handler = LocalHandler(self.engines.endpoints)
         self.base = self.head = chain.base_release(SCENARIO, base, time.time())
         self._loads = 0
         self._asked = 0

@@ -67,12 +67,12 @@ def world(tmp_path) -> Colocated:
 
 
 def order(world: Colocated) -> list[str]:
-    return [call for call in world.faults.calls if call in HAND_OVER or call.startswith("trainer.")]
+    return [call for call in world.faults.calls if call in HAND_OVER or call == "start trainer"]
 
 
 def test_the_first_trainer_starts_on_an_empty_device(world):
     assert order(world) == [
-        *("pause", "release_memory", "trainer.start", "trainer.release", "restore_memory", "pause"),
+        *("pause", "release_memory", "start trainer", "trainer.release", "restore_memory", "pause"),
         *("pause", "resume"),  # recovery: the engines serve only once they have the committed heads
     ]
     assert world.serves(BASE_LOAD_ID)
@@ -189,7 +189,7 @@ def test_nobody_gets_the_device_of_a_trainer_that_may_still_live(world):
     world.step("j1", "engine:1")
     for nth in (1, 2):
         world.faults.plant("trainer.release", WorkerDied("no answer"), nth)
-        world.faults.plant("trainer.close", ReefError("not gone after SIGKILL"), nth)
+        world.faults.plant("close trainer", ReefError("not gone after SIGKILL"), nth)
     with pytest.raises(EngineUncertain, match="still has the device"):
         world.coordinator.train(world.job("j2"), "engine:2")
     with pytest.raises(ReefError, match="SIGKILL"):
@@ -220,13 +220,13 @@ def test_a_trainer_never_starts_while_the_engines_hold_a_candidate(world):
 def test_a_trainer_that_fails_to_start_leaves_the_engines_serving(world):
     world.step("j1", "engine:1")
     world.trainer.close()
-    world.faults.plant("trainer.start", WorkerDied("no such model"))
+    world.faults.plant("start trainer", WorkerDied("no such model"))
     with pytest.raises(WorkerDied, match="no such model"):
         world.coordinator.restart_trainer()
     assert world.serves("engine:1")
 
 
-@pytest.mark.parametrize("operation", ["pause", "release_memory", "trainer.start", "restore_memory"])
+@pytest.mark.parametrize("operation", ["pause", "release_memory", "start trainer", "restore_memory"])
 def test_a_first_start_that_fails_raises(tmp_path, operation):
     class Faulty(Colocated):
         def __init__(self, path) -> None:

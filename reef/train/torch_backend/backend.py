@@ -6,9 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from reef.errors import WorkerDied
-from reef.runtime.interfaces import Executor, MemoryReport, TrainingBackend, TrainJob, TrainResult, WeightKind
+from reef.runtime.interfaces import (
+    Executor,
+    MemoryReport,
+    TrainingBackend,
+    TrainJob,
+    TrainResult,
+    TransferSession,
+    WeightKind,
+)
 from reef.train.torch_backend.config import TorchConfig
 
+ATTACH_SECONDS = 30.0
 RELEASE_SECONDS = 120.0
 """A trainer that has not given the device back by then is ended: requests wait for it."""
 
@@ -50,6 +59,14 @@ class TorchBackend(TrainingBackend):
             self._executor.close()
             what = f"the step took longer than training.step-timeout ({timeout:g} s)"
             raise WorkerDied(what if method == "train" else f"{method} took longer than {timeout:g} s") from None
+
+    def attach(self, session: TransferSession) -> None:
+        if self._executor is None:
+            raise WorkerDied("the trainer is not started")
+        try:
+            self._executor.rpc(0, "attach", session).result(ATTACH_SECONDS)
+        except TimeoutError:
+            raise WorkerDied(f"the trainer did not answer within {ATTACH_SECONDS:g} s") from None
 
     def health(self) -> str | None:
         return "the trainer is not started" if self._executor is None else self._executor.health()
