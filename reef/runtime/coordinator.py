@@ -301,6 +301,7 @@ class Coordinator:
             pause_seconds=self._publication.pause_seconds,
             memory={} if self._colocation is None else dict(self._colocation.reports),
             step_seconds=None if self._colocation is None else self._colocation.step_seconds,
+            residency=self._publication.residency(),
         )
 
     def reports(self) -> list[EngineReport]:

@@ -155,6 +155,10 @@ class EngineRuntime(InferenceRuntime):
         status = self._status
         return None if status is None or not status.memory else {"step_seconds": status.step_seconds, **status.memory}
 
+    @property
+    def residency(self) -> dict[str, Any]:
+        return self._status.residency if self._status is not None else {}
+
     async def close(self) -> None:
         await self._handler.close()
 

@@ -83,10 +83,12 @@ class FakeEngines(InferenceBackend):
     With a `device` they hold it unless everything is released, and those in `deaf` do not acknowledge a release.
     """
 
-    def __init__(self, faults: Faults, device: Device | None = None) -> None:
+    def __init__(self, faults: Faults, slots: int = 8, device: Device | None = None) -> None:
         self.faults = faults
         self.device = device or Device()
         self.deaf: set[str] = set()
+        self.slots = slots
+        self.in_use: set[str] = set()  # loads that a request decodes with
         self.unapplied: set[str] = set()
         self.served: list[tuple[str, str]] = []  # (lane, runtime load ID) whenever something could be generated
         self._fresh()
@@ -126,6 +128,8 @@ class FakeEngines(InferenceBackend):
     def stage(self, load: WeightLoad) -> None:
         self.faults.hit("stage")
         assert MemoryRegion.WEIGHTS not in self.released, "stage without memory"
+        if len({*self.loads.values(), load.content_id} - {"base"}) > self.slots:
+            raise EngineError(f"no slot for {load.runtime_load_id}")
         self.loads[load.runtime_load_id] = load.content_id
         self.texts[load.runtime_load_id] = text_of(load.path)
 
@@ -141,6 +145,17 @@ class FakeEngines(InferenceBackend):
         assert runtime_load_id not in self.lanes.values(), "drop of a load that serves"
         assert runtime_load_id != BASE_LOAD_ID
         self.loads.pop(runtime_load_id, None)
+
+    def evict(self, runtime_load_id: str) -> bool:
+        self.faults.hit("evict")
+        if runtime_load_id in self.in_use:
+            return False
+        self.drop(runtime_load_id)
+        return True
+
+    @property
+    def max_loads(self) -> int:
+        return self.slots
 
     def score(self, runtime_load_id: str, token_ids: list[int]) -> list[list[float]]:
         text = self.texts[runtime_load_id]

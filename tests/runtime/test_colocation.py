@@ -31,7 +31,7 @@ class Colocated(World):
         super().boot()
         self.faults.calls.clear()
         self.device = Device()
-        self.engines = FakeEngines(self.faults, self.device)
+        self.engines = FakeEngines(self.faults, device=self.device)
         self.trainer = FakeTrainer(self.faults, self.device)
         self.publication = Publication(self.engines, self.contents, PauseMode.RETRACT, "base", list(range(8)))
         self.colocation = Colocation(self.publication, self.trainer, self.resident)
