@@ -1,4 +1,4 @@
-"""The command line: `reef serve | demo | report | status | releases | rollback | promote | records | doctor`.
+"""The command line: `reef serve | demo | report | status | releases | rollback | promote | records | verify | doctor`.
 
 With config.py the only composition root. Importing it stays light: a command imports what it runs when it runs.
 Exit codes: 0 done, 1 Reef refused or failed, 2 wrong usage or configuration, 130 interrupted.
@@ -21,6 +21,7 @@ from reef import __version__
 from reef.client import DEFAULT_URL, ReefClient
 from reef.config import DEFAULT_FILE, DERIVED_DEFAULTS, Key, Resolved, inline_yaml, known_keys, nearest_key, resolve
 from reef.errors import ConfigError, ReefError
+from reef.verify.command import verify
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -379,6 +380,9 @@ def records(output: IO[str], scenario: str | None, url: str, token: str | None, 
     client = ReefClient(url, token)
     for record in client.records(_scenario_of(client, scenario), **filters):
         output.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
+
+
+root.add_command(verify)
 
 
 # ---------------------------------------------------------------------------------------------- printing

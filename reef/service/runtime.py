@@ -12,7 +12,7 @@ from typing import Any
 
 from reef import __version__
 from reef.artifact import chain
-from reef.artifact.base import base_content_id
+from reef.artifact.base import Serving, base_content_id, write_serving
 from reef.artifact.content import DirectoryContentStore
 from reef.errors import ConfigError, NotFound, StorageError
 from reef.inference.chat.service import ChatService
@@ -92,6 +92,8 @@ class Deployment:
             await self._check_chain()
             opened.push_async_callback(self._runtime.close)
             await self._runtime.start()
+            model_path = str(Path(self.config.inference.model_path).resolve())
+            write_serving(self.data, Serving(model_path, self._engines.probe_tolerance))
             opened.push_async_callback(self._close_scenarios)
             await self._recover()
             self._runtime.watch()
@@ -129,7 +131,9 @@ class Deployment:
             base_content_id=base,
             probe_ids=probe,
             released=self._collect_garbage,
+            pause_mode=pause_mode,
         )
+        self._engines = engines
         self._base = base
 
     def _trainer(self) -> TrainingBackend | None:
