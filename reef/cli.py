@@ -428,6 +428,12 @@ def _status_lines(answer: Mapping[str, Any]) -> list[str]:
         for title, numbers in (("waits", {name: n for name, n in waiting.items() if n}), ("consumed", spent)):
             if numbers:
                 lines.append(f"  {title}: " + ", ".join(f"{n} {name}" for name, n in numbers.items()))
+        if (use := scenario.get("prefixes")) and use["prompt_tokens"]:
+            share = use["hit_tokens"] / use["prompt_tokens"]
+            lines.append(
+                f"  prefixes: {share:.0%} of {use['prompt_tokens']} prompt tokens cached, "
+                f"{use['recomputed_tokens']} tokens computed again"
+            )
         for title, text in (("last", scenario["last_outcome"]), ("trouble", scenario["error"])):
             if text:
                 lines.append(f"  {title}: {text}")

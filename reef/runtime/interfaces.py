@@ -512,6 +512,16 @@ class WeightLoad:
 
 
 @dataclass(slots=True, kw_only=True)
+class PrefixUse:
+    """What prefix sharing did for one lane, since the engine was started."""
+
+    prompt_tokens: int = 0  # of the requests that were admitted
+    hit_tokens: int = 0  # of those, found in the prefix cache
+    hit_bytes: int = 0  # of keys and values that hits made unnecessary to compute
+    recomputed_tokens: int = 0  # computed again, because a publication or want of pages had dropped them
+
+
+@dataclass(slots=True, kw_only=True)
 class EngineReport:
     """What one engine says of itself; verification compares it with what was asked."""
 
@@ -524,6 +534,7 @@ class EngineReport:
     running: int
     waiting: int
     stats: dict[str, float] = field(default_factory=dict)
+    prefixes: dict[str, PrefixUse] = field(default_factory=dict)  # by lane
 
 
 class InferenceBackend(ABC):

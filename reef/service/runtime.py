@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,11 @@ from reef.runtime.deployment import CoordinatorRuntime
 from reef.runtime.interfaces import (
     Candidate,
     CandidateSampler,
+    EngineReport,
     InferenceHandler,
     MarkerState,
     PauseMode,
+    PrefixUse,
     Release,
     SamplingParams,
     Storage,
@@ -245,19 +249,29 @@ class Deployment:
 
     async def status(self) -> dict[str, Any]:
         marker = await self._runtime.marker()
+        engines = await self._runtime.engine_reports()
         return {
             "version": __version__,
             "model": self.models()[0],
             "uptime_seconds": round(time.time() - self.started_at, 1),
             "health": await self.health(),
             "training_health": self._runtime.training_health(),
-            "engines": await self._runtime.engine_reports(),
+            "engines": engines,
             "last_pause_seconds": self._publication.pause_seconds,
             "job": None
             if marker is None
             else {"job_id": marker.job_id, "scenario": marker.scenario, "state": marker.state, "error": marker.error},
-            "scenarios": [await scenario.status() for scenario in self._scenarios.values()],
+            "scenarios": [
+                {**await scenario.status(), "prefixes": _prefix_use(engines, scenario.name)}
+                for scenario in self._scenarios.values()
+            ],
         }
+
+
+def _prefix_use(engines: Sequence[EngineReport], lane: str) -> dict[str, int]:
+    """What prefix sharing did for the lane, over all engines."""
+    uses = [asdict(engine.prefixes.get(lane, PrefixUse())) for engine in engines]
+    return {name: sum(use[name] for use in uses) for name in asdict(PrefixUse())}
 
 
 def build(config: ReefConfig) -> Deployment:

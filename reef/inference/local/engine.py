@@ -10,6 +10,7 @@ import itertools
 import math
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,7 @@ from reef.runtime.interfaces import (
     GenerateRequest,
     Grammar,
     PauseMode,
+    PrefixUse,
     TokenChunk,
     WeightLoad,
 )
@@ -90,6 +92,8 @@ class LocalEngine:
         model = Model(spec, self.dtype, self.device, self.max_context, ops)
         self._runner = Runner(model, self._loads, num_pages=num_pages, page_size=config.page_size)
         self._num_pages = num_pages
+        self._token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
+        self._prefixes: dict[str, PrefixUse] = {}
         self._lanes = {BASE_LANE: BASE_LOAD_ID}
         self._paused = False
         self._requests: dict[str, Sequence] = {}
@@ -282,7 +286,9 @@ class LocalEngine:
                 "evicted_pages": float(self._cache.evictions),
                 "retractions": float(self._scheduler.retractions),
                 "compiling": float(len(self._compiling)),
+                "cached_bytes": float(self._cache.num_pages * self._config.page_size * self._token_bytes),
             },
+            prefixes={lane: replace(use) for lane, use in self._prefixes.items()},
         )
 
     def release_memory(self) -> None:
@@ -317,6 +323,8 @@ class LocalEngine:
             max_running=config.max_running,
             max_batch_tokens=config.max_batch_tokens,
             share_prefixes=config.prefix_cache,
+            token_bytes=self._token_bytes,
+            prefixes=self._prefixes,
         )
 
     def _lane_load(self, lane: str) -> str:

@@ -28,6 +28,7 @@ class Sequence:
     text: TextStream | None = None  # only with stop strings
     tokens: list[int] = field(default_factory=list)  # prompt, then output
     num_computed: int = 0  # tokens with KV
+    num_lost: int = 0  # tokens that had KV when the request was last sent back to the queue
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     mixed: bool = False  # its KV is of more than one load, so it must not enter the prefix cache
