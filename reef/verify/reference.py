@@ -52,7 +52,7 @@ class Reference:
 
         logging.disable_progress_bar()
         self._source, self._options = model_source(model)
-        self._contents = contents
+        self.contents = contents
         self._base_id = base_id
         self._tolerance = tolerance  # nats; decides only which caches are carried on
         self._base = _load(self._source, self._options)
@@ -122,13 +122,13 @@ class Reference:
 
     def model(self, content_id: str) -> Any:
         """The weights as a transformers model, until the next call. Raises VerificationError if they are not there."""
-        content = self._contents / content_id
+        content = self.contents / content_id
         if content_id == self._base_id or (self._base_id is None and not content.is_dir()):
             if self._adapted is not None:
                 self._adapted.base_model.disable_adapter_layers()
             return self._base
         if not content.is_dir():
-            raise VerificationError(f"content {content_id} is not in {self._contents}")
+            raise VerificationError(f"content {content_id} is not in {self.contents}")
         if (content / _ADAPTER_FILE).exists():
             return self._adapter(content)
         return self._full(content)

@@ -85,7 +85,9 @@ async def client(backend: LocalBackend) -> Any:
 
 
 def asked(name: str, *, lane: str = "s", grammar: Grammar | None = None, max_tokens: int = 200) -> GenerateRequest:
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=grammar is None, grammar=grammar, seed=sum(name.encode()))
+    sampling = SamplingParams(
+        max_tokens=max_tokens, ignore_eos=grammar is None, grammar=grammar, seed=sum(name.encode())
+    )
     return GenerateRequest(request_id=name, prompt_ids=PROMPT, sampling=sampling, lane=lane)
 
 
