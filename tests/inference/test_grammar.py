@@ -220,6 +220,16 @@ def test_equal_grammars_compile_once_and_each_request_has_its_own_state(compiler
     assert isinstance(tested.submit("3", regex("a")), GrammarState), "it is known by now"
 
 
+def test_an_idle_queue_keeps_no_thread(compiler):
+    tested, _ = queue(compiler)
+    compiler.gate.set()
+    for value in ("a", "b"):
+        tested.submit(value, regex(value))
+        taken(tested, 1)
+        while any(thread.name == "grammars" for thread in threading.enumerate()):
+            time.sleep(0.001)  # until the test's own timeout
+
+
 def test_a_wrong_grammar_fails_its_own_requests_only(compiler):
     tested, _ = queue(compiler)
     for name, value in (("1", "wrong"), ("2", "good"), ("3", "wrong")):

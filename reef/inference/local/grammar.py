@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from threading import Condition, Thread
+from threading import Lock, Thread
 from typing import Any
 
 import numpy as np
@@ -174,7 +174,7 @@ class GrammarQueue:
         self._wake = wake
         self._compile: Callable[[Grammar], GrammarState] | None = None
         self._compiled: OrderedDict[Grammar, GrammarState] = OrderedDict()
-        self._changed = Condition()  # guards all below
+        self._lock = Lock()  # guards all below
         self._queue: deque[_Job] = deque()  # the first may be compiling
         self._finished: list[tuple[str, Outcome]] = []
         self._abandoned: list[Thread] = []
@@ -187,7 +187,7 @@ class GrammarQueue:
 
     def submit(self, request_id: str, grammar: Grammar) -> GrammarState | None:
         """A fresh state if the grammar is compiled already; else None, and `take` returns it. Raises Unavailable."""
-        with self._changed:
+        with self._lock:
             if (known := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
                 return known.copy()
@@ -201,12 +201,11 @@ class GrammarQueue:
             if self._thread is None:
                 self._thread = Thread(target=self._run, name="grammars", daemon=True)
                 self._thread.start()
-            self._changed.notify()
         return None
 
     def cancel(self, request_id: str) -> None:
         """The request does not wait any more. A grammar that nobody waits for and that was not begun is dropped."""
-        with self._changed:
+        with self._lock:
             for job in list(self._queue):
                 job.waiting.discard(request_id)
                 if not job.waiting and job is not self._queue[0]:
@@ -215,18 +214,20 @@ class GrammarQueue:
 
     def take(self) -> list[tuple[str, Outcome]]:
         """Requests whose grammars are compiled, each with its state, or with why there is none."""
-        with self._changed:
+        with self._lock:
             taken, self._finished = self._finished, []
         return taken
 
     def _run(self) -> None:
+        """Ends when the queue is empty, so that an engine that is gone is not kept by its thread."""
         while True:
-            with self._changed:
-                while not self._queue:
-                    self._changed.wait()
+            with self._lock:
+                if not self._queue:
+                    self._thread = None
+                    return
                 job = self._queue[0]
             outcome = self._attempt(job.grammar)
-            with self._changed:
+            with self._lock:
                 self._queue.popleft()
                 if isinstance(outcome, GrammarState):
                     self._compiled[job.grammar] = outcome
