@@ -18,7 +18,7 @@ class Serving:
     """What a data directory was last served with; whoever reads the directory alone needs it."""
 
     model_path: str
-    tolerance: float  # nats; largest honest difference of its engines from a reference, given their dtype
+    dtype: str  # what its engines compute in; empty: unknown
 
 
 def write_serving(data: Path, serving: Serving) -> None:

@@ -16,7 +16,9 @@ from reef.verify.report import Problem, ReleaseReport, Report, ScenarioReport
 
 _PAGE = 100
 _ALL = 10_000_000
-_DEFAULT_TOLERANCE = 1e-3
+# nats; largest honest difference of an engine from a float32 reference
+_TOLERANCES = {"bfloat16": 1.0, "float16": 0.1}
+_FLOAT32_TOLERANCE = 1e-3
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +55,7 @@ async def check(
         raise ConfigError(f"{data} does not say which base model it was served with: give --model-path")
     model = model_path or Path(serving.model_path if serving else "")
     if tolerance is None:
-        tolerance = serving.tolerance if serving else _DEFAULT_TOLERANCE
+        tolerance = _TOLERANCES.get(serving.dtype if serving else "", _FLOAT32_TOLERANCE)
     storage = SqliteStorage(database or data / "reef.db", read_only=True, read_threads=1)
     await storage.open()
     try:

@@ -78,7 +78,7 @@ def in_process(model: Path) -> LocalBackend:
 
 @contextlib.asynccontextmanager
 async def client(backend: LocalBackend) -> Any:
-    handler = LocalHandler(backend.socket_paths)
+    handler = LocalHandler(backend.endpoints)
     await handler.connect()
     yield handler
     await handler.close()

@@ -42,7 +42,7 @@ class Recording:
         self.contents = DirectoryContentStore(data / "artifacts")
         self.releases: list[Release] = [chain.base_release(SCENARIO, self.base_id, 0.0)]
         self.answers: dict[str, Generation] = {}
-        write_serving(data, Serving(str(model), 1e-4))
+        write_serving(data, Serving(str(model), "float32"))
         self._store(lambda storage: storage.create_scenario(self.releases[0]))
 
     # ------------------------------------------------------------------ the engine

@@ -71,7 +71,7 @@ class LocalEngine:
             torch.set_num_threads(config.threads)
         model_config = read_config(self._path)
         spec = ModelSpec.from_config(model_config)
-        self.device = _device(config.device)
+        self.device = _device(config.resolved_device)
         self.dtype = _dtype(config.dtype, getattr(model_config, "dtype", None), self.device)
         num_pages = config.kv_cache_tokens // config.page_size
         self.max_context = min(spec.max_context, num_pages * config.page_size, config.max_context or spec.max_context)
@@ -280,6 +280,7 @@ class LocalEngine:
             total_pages=self._pool.total,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting) + len(self._compiling),
+            dtype=str(self.dtype).removeprefix("torch."),
             stats={
                 **self._stats,
                 "cached_pages": float(self._cache.num_pages),
