@@ -103,6 +103,7 @@ class LocalEngine:
         self._grammars = GrammarQueue(
             self._grammar_compiler, timeout=config.grammar_timeout, limit=config.grammar_queue, wake=wake
         )
+        self._leaked: dict[str, str] = {}
         self._arrivals = itertools.count()
         self._stats = dict.fromkeys(
             ("steps", "prompt_tokens", "cached_tokens", "output_tokens", "computed_tokens"), 0.0
@@ -256,8 +257,20 @@ class LocalEngine:
             raise EngineError(f"runtime load {runtime_load_id!r} serves lane {lanes[0]!r} and cannot be dropped")
         for sequence in [one for one in self._requests.values() if one.load_id == runtime_load_id]:
             self._end_now(sequence, Ending.ENGINE_CUT, f"runtime load {runtime_load_id!r} was dropped")
-        self._cache.drop(runtime_load_id)
-        self._loads.drop(runtime_load_id)
+        try:
+            self._cache.drop(runtime_load_id)
+            self._loads.drop(runtime_load_id)
+        except Exception as error:
+            self._leaked[runtime_load_id] = f"{type(error).__name__}: {error}"
+            raise EngineError(f"runtime load {runtime_load_id!r} could not be freed: {error}") from error
+        self._leaked.pop(runtime_load_id, None)
+
+    def evict(self, runtime_load_id: str) -> bool:
+        """`drop` it unless a request decodes with it; False if one does."""
+        if any(one.load_id == runtime_load_id for one in self._requests.values()):
+            return False
+        self.drop(runtime_load_id)
+        return True
 
     def score(self, runtime_load_id: str, token_ids: list[int]) -> list[float]:
         """Log-probabilities of token_ids[1:] at temperature 1, [num_tokens - 1]. Raises EngineError, InvalidRequest."""
@@ -281,6 +294,7 @@ class LocalEngine:
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting) + len(self._compiling),
             dtype=str(self.dtype).removeprefix("torch."),
+            leaked=dict(self._leaked),
             stats={
                 **self._stats,
                 "cached_pages": float(self._cache.num_pages),
