@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 
 from reef.errors import EngineError, EngineUncertain, VerificationError
@@ -18,10 +17,13 @@ from reef.runtime.interfaces import (
     WeightKind,
     WeightLoad,
 )
+from reef.runtime.pause_clock import PauseClock
 
 log = logging.getLogger("reef.publication")
 
 NUM_PROBE_TOKENS = 64
+WAITED = "pause_wait_seconds"
+"""In the stats of an engine's report: how long the newest pause waited for the step in progress."""
 
 
 def probe_ids(vocab_size: int) -> list[int]:
@@ -48,8 +50,7 @@ class Publication:
         self._heads: dict[str, Release] = {}
         self._incomplete: str | None = None  # why the engines are not what `restore` makes of them
         self.generation = 0  # how often the engines were replaced
-        self.pause_seconds: float | None = None  # of the newest publication: from the barrier's start to its end
-        self._paused_at: float | None = None
+        self.clock = PauseClock()  # runs from the barrier's start to its end
         self._lanes: dict[str, str] = {}  # what they were pointed at last; others serve their heads
         self._replaced: dict[str, str] = {}  # scenario -> load that its newest head took over from
 
@@ -86,20 +87,27 @@ class Publication:
     def pause(self) -> None:
         """The barrier. Raises BarrierError."""
         self._require_complete()
-        self._paused_at = time.monotonic()
+        self.clock.start()
         with crossing(Point.PAUSE):
             self._engines.pause(self._pause_mode)
+        self.clock.lap("barrier")
 
     def switch(self, candidate: Candidate) -> None:
         """Point the lane at the staged candidate while paused; verify it on every engine. Raises VerificationError."""
         self._require_complete()
         with crossing(Point.SWITCH):
             self._activate(candidate.scenario, candidate.runtime_load_id)
+        self.clock.lap("switch")
         with crossing(Point.VERIFY):
             self._verify_switch(candidate)
+        self.clock.lap("verify")
 
     def _verify_switch(self, candidate: Candidate) -> None:
-        for report in self._engines.reports():
+        reports = self._engines.reports()
+        self.clock.split(
+            "barrier", "step in progress", max((one.stats.get(WAITED, 0.0) for one in reports), default=0.0)
+        )
+        for report in reports:
             lane = report.lanes.get(candidate.scenario)
             content = report.loads.get(candidate.runtime_load_id)
             if lane != candidate.runtime_load_id or content != candidate.content_id or not report.paused:
@@ -127,10 +135,10 @@ class Publication:
         self._require_complete()
         head = self._heads[candidate.scenario]
         if self._lanes.get(candidate.scenario, head.runtime_load_id) != head.runtime_load_id:
-            if self._paused_at is None:
+            if not self.clock.running:
                 self.pause()
             self._activate(candidate.scenario, head.runtime_load_id)
-        if self._paused_at is not None:
+        if self.clock.running:
             self._resume()
         self._drop(candidate.runtime_load_id)
 
@@ -141,8 +149,8 @@ class Publication:
     def _resume(self) -> None:
         with crossing(Point.RESUME):
             self._engines.resume()
-        if self._paused_at is not None:
-            self.pause_seconds, self._paused_at = time.monotonic() - self._paused_at, None
+        self.clock.lap("resume")
+        self.clock.stop()
 
     def _drop(self, runtime_load_id: str) -> None:
         in_use = {BASE_LOAD_ID, *(head.runtime_load_id for head in self._heads.values())}
@@ -171,7 +179,7 @@ class Publication:
         self._incomplete = None
 
     def _restore(self, heads: Sequence[Release]) -> None:
-        self._paused_at = time.monotonic()
+        self.clock.start()
         self._lanes, self._replaced = {}, {}
         self._engines.pause(PauseMode.IN_PLACE)
         for head in heads:

@@ -248,7 +248,7 @@ class Deployment:
             "health": await self.health(),
             "training_health": self._runtime.training_health(),
             "engines": await self._runtime.engine_reports(),
-            "last_pause_seconds": self._publication.pause_seconds,
+            "last_pause": self._publication.clock.newest,
             "job": None
             if marker is None
             else {"job_id": marker.job_id, "scenario": marker.scenario, "state": marker.state, "error": marker.error},

@@ -10,6 +10,7 @@ import itertools
 import math
 import secrets
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from reef.inference.local.runner import Runner
 from reef.inference.local.sampler import Row, Sampled, sample
 from reef.inference.local.scheduler import Scheduler, Work
 from reef.inference.local.sequence import Sequence
+from reef.inference.local.slices import Slices, whole
 from reef.inference.local.validation import check_request
 from reef.inference.local.weights import end_token_ids, read_config
 from reef.points import Point, crossing
@@ -39,6 +41,8 @@ from reef.runtime.interfaces import (
     TokenChunk,
     WeightLoad,
 )
+
+T = TypeVar("T")
 
 
 class LocalEngine:
@@ -180,8 +184,11 @@ class LocalEngine:
 
     def stage(self, load: WeightLoad) -> None:
         """Make weights resident; they serve requests that pin them. Raises EngineError; then nothing has changed."""
-        with torch.inference_mode():
-            self._loads.stage(load)
+        whole(self.stage_in_slices(load))
+
+    def stage_in_slices(self, load: WeightLoad) -> Slices[None]:
+        """`stage`, between whose slices anything may be called. Raises EngineError also if `load` is dropped then."""
+        return _without_gradients(self._loads.stage(load))
 
     def activate(self, lane: str, runtime_load_id: str) -> None:
         """Point a lane at a resident load. Raises EngineError unless paused."""
@@ -199,6 +206,7 @@ class LocalEngine:
     def drop(self, runtime_load_id: str) -> None:
         """Free a load that no lane serves; requests that pin it end with ENGINE_CUT. An unknown ID is ignored."""
         if runtime_load_id not in self._loads:
+            self._loads.drop(runtime_load_id)  # it may be on its way
             return
         lanes = [lane for lane, load_id in self._lanes.items() if load_id == runtime_load_id]
         if lanes:
@@ -210,14 +218,17 @@ class LocalEngine:
 
     def score(self, runtime_load_id: str, token_ids: list[int]) -> list[float]:
         """Log-probabilities of token_ids[1:] at temperature 1, [num_tokens - 1]. Raises EngineError, InvalidRequest."""
+        return whole(self.score_in_slices(runtime_load_id, token_ids))
+
+    def score_in_slices(self, runtime_load_id: str, token_ids: list[int]) -> Slices[list[float]]:
+        """`score`, between whose slices anything may be called; the numbers are the same, bit by bit."""
         if runtime_load_id not in self._loads:
             raise EngineError(f"runtime load {runtime_load_id!r} is not resident")
         if not 2 <= len(token_ids) <= self.max_context:
             raise InvalidRequest(f"token_ids must have 2 to {self.max_context} ids, got {len(token_ids)}", "token_ids")
         if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
             raise InvalidRequest(f"token ids must be in [0, {self.vocab_size})", "token_ids")
-        with torch.inference_mode():
-            return self._runner.score(runtime_load_id, token_ids)
+        return _without_gradients(self._runner.score(runtime_load_id, token_ids))
 
     def report(self) -> EngineReport:
         return EngineReport(
@@ -342,6 +353,18 @@ class LocalEngine:
             except ConfigError as error:
                 raise InvalidRequest(f"stop strings need the model's tokenizer: {error}", "sampling.stop") from error
         return TextStream(self._tokenizer, stop)
+
+
+def _without_gradients(slices: Slices[T]) -> Slices[T]:
+    """In inference mode during each slice, but not between them."""
+    while True:
+        with torch.inference_mode():
+            try:
+                next(slices)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+        yield
 
 
 def _row(sequence: Sequence) -> Row:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from reef.errors import EngineError
+from reef.inference.local.slices import Slices
+from reef.inference.local.tensor_file import read_tensors
 
 _FUSED = ("qkv", "o", "gate_up", "down")
 _KEY = re.compile(
@@ -55,14 +55,12 @@ def read_adapter(
     parts: Mapping[str, Part],
     dtype: torch.dtype,
     device: torch.device,
-) -> Adapter:
+) -> Slices[Adapter]:
     """Read adapter_config.json and adapter_model.safetensors. Raises EngineError for what cannot be served exactly."""
     scale = _scale(path)
-    try:
-        tensors = load_file(path / "adapter_model.safetensors")
-    except (OSError, SafetensorError) as error:
-        raise EngineError(f"cannot read adapter_model.safetensors of the adapter: {error}") from error
+    tensors = yield from read_tensors(path / "adapter_model.safetensors")
     pairs = _pairs(tensors, num_layers, parts)
+    yield
     if not pairs:
         raise EngineError("the adapter has no weights")
     ranks = {
@@ -83,7 +81,7 @@ def read_adapter(
             for layer in range(num_layers):
                 if (pair := pairs.get((layer, name))) is None:
                     continue
-                a, b = pair
+                a, b = (tensor.float() for tensor in pair)
                 if a.shape[1] != in_size or b.shape != (part.size, a.shape[0]):
                     raise EngineError(
                         f"the adapter's {name} of layer {layer} does not fit: A is {tuple(a.shape)}, B {tuple(b.shape)}"
@@ -91,11 +89,14 @@ def read_adapter(
                 end = column + a.shape[0]
                 a_all[layer, column:end] = a
                 b_all[layer, part.start : part.start + part.size, column:end] = b * scale
+                yield
             column += ranks[name]
         a_out[fused] = a_all.to(device, dtype)
         b_out[fused] = b_all.to(device, dtype)
+        yield
         if not (a_out[fused].isfinite().all() and b_out[fused].isfinite().all()):
             raise EngineError(f"the adapter's weights for {fused} are not finite")
+        yield
     return Adapter(a_out, b_out)
 
 
@@ -121,13 +122,13 @@ def _scale(path: Path) -> float:
 def _pairs(
     tensors: Mapping[str, Tensor], num_layers: int, parts: Mapping[str, Part]
 ) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
-    """(layer, projection) -> A [r, input] and B [output, r] in float32."""
+    """(layer, projection) -> A [r, input] and B [output, r]."""
     halves: dict[tuple[int, str], dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
         if match is None or match[2] not in parts or int(match[1]) >= num_layers:
             raise EngineError(f"the adapter has a weight that cannot be served: {key}")
-        halves.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor.float()
+        halves.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor
     for (layer, name), pair in halves.items():
         if pair.keys() != {"A", "B"}:
             raise EngineError(f"the adapter lacks one of lora_A and lora_B for {name} of layer {layer}")
