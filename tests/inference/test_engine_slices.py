@@ -94,7 +94,7 @@ def test_a_load_that_fails_halfway_leaves_nothing(tested, paths, tmp_path):
         slices = tested.stage_in_slices(lora_load("engine:1", broken))
         for _ in range(20):
             next(slices)
-        with pytest.raises(EngineError, match="down are not finite"):
+        with pytest.raises(EngineError, match="down_proj of layer 1 is not finite"):
             whole(slices)
         assert tested.report() == before
     for load_id in paths:

@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(slots=True, frozen=True)
 class Adapter:
-    """Per fused projection the matrices of all layers: a [layers, r, input], b [layers, output, r] with the scale."""
+    """Per fused projection the matrices of all layers: a [layers, r, input], b [layers, r, output] with the scale."""
 
     a: dict[str, Tensor]
     b: dict[str, Tensor]
@@ -74,7 +74,8 @@ def read_adapter(
         if not members:
             continue
         rank = sum(ranks[name] for name in members)
-        a_all, b_all = torch.zeros(num_layers, rank, in_size), torch.zeros(num_layers, out_size, rank)
+        a_all = a_out[fused] = torch.zeros(num_layers, rank, in_size, dtype=dtype, device=device)
+        b_all = b_out[fused] = torch.zeros(num_layers, rank, out_size, dtype=dtype, device=device)
         column = 0
         for name in members:
             part = parts[name]
@@ -87,16 +88,14 @@ def read_adapter(
                         f"the adapter's {name} of layer {layer} does not fit: A is {tuple(a.shape)}, B {tuple(b.shape)}"
                     )
                 end = column + a.shape[0]
-                a_all[layer, column:end] = a
-                b_all[layer, part.start : part.start + part.size, column:end] = b * scale
+                own_a = a_all[layer, column:end]
+                own_b = b_all[layer, column:end, part.start : part.start + part.size]
+                own_a.copy_(a)
+                own_b.copy_((b * scale).t())
+                if not (own_a.isfinite().all() and own_b.isfinite().all()):
+                    raise EngineError(f"the adapter's {name} of layer {layer} is not finite")
                 yield
             column += ranks[name]
-        a_out[fused] = a_all.to(device, dtype)
-        b_out[fused] = b_all.to(device, dtype)
-        yield
-        if not (a_out[fused].isfinite().all() and b_out[fused].isfinite().all()):
-            raise EngineError(f"the adapter's weights for {fused} are not finite")
-        yield
     return Adapter(a_out, b_out)
 
 
@@ -155,11 +154,16 @@ def stack_adapters(adapters: Sequence[Adapter]) -> AdapterStack:
         having = [(number, adapter) for number, adapter in enumerate(adapters) if fused in adapter.a]
         if not having:
             continue
-        a[fused] = [layer.t() for layer in torch.cat([adapter.a[fused] for _, adapter in having], dim=1)]
-        b[fused] = list(torch.cat([adapter.b[fused].transpose(1, 2) for _, adapter in having], dim=1))
+        a[fused] = [layer.t() for layer in _side_by_side([adapter.a[fused] for _, adapter in having])]
+        b[fused] = list(_side_by_side([adapter.b[fused] for _, adapter in having]))
         ranks = [torch.full((adapter.a[fused].shape[1],), number) for number, adapter in having]
         owners[fused] = torch.cat(ranks).to(a[fused][0].device)
     return AdapterStack(a, b, owners)
+
+
+def _side_by_side(matrices: list[Tensor]) -> Tensor:
+    """[layers, r, n] each -> [layers, R, n]; a single one is not copied."""
+    return matrices[0] if len(matrices) == 1 else torch.cat(matrices, dim=1)
 
 
 class LoraBatch:
