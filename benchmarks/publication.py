@@ -143,7 +143,7 @@ def publish_in_turn(client: httpx.Client, traffic: Traffic, releases: list[str],
         client.post("/reef/scenarios/default/promote", json={"release_id": release}).raise_for_status()
         end = time.perf_counter()
         time.sleep(2)  # what was stopped goes on, and is measured
-        measured.phases.append(client.get("/reef/status").json()["last_pause"])
+        measured.phases.append(client.get("/reef/status").json()["last_pause_phases"])
         measured.whole.append(end - start)
         measured.longest.append(max(traffic.waits(start, end)))
         time.sleep(end - start + 1)  # nothing but traffic, for as long

@@ -65,7 +65,7 @@ def measure(model: Path, directory: Path, requests: int, rounds: int) -> dict[st
     adapter = str(make_adapter(model, directory / "adapter"))
     worker_module.LocalEngine = TimedEngine  # type: ignore[misc]
     config = LocalConfig(model_path=str(model))
-    worker = EngineWorker(config=config, name="engine-0", socket_path=str(directory / "engine-0"))
+    worker = EngineWorker(config=config, name="engine-0", listen=str(directory / "engine-0"))
 
     def load(number: int) -> WeightLoad:
         return WeightLoad(

@@ -38,7 +38,7 @@ def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def fresh(tiny_model: Path) -> Iterator[tuple[EngineWorker, str]]:
     directory = tempfile.mkdtemp(prefix="reef-test-")
-    worker = EngineWorker(config=tiny_config(tiny_model), name="engine-0", socket_path=f"{directory}/engine-0")
+    worker = EngineWorker(config=tiny_config(tiny_model), name="engine-0", listen=f"{directory}/engine-0")
     yield worker, f"{directory}/engine-0"
     worker.close()
     shutil.rmtree(directory)
