@@ -286,6 +286,7 @@ class Coordinator:
             engines=engines,
             trainer=trainer,
             pause_phases=self._publication.clock.newest,
+            residency=self._publication.residency(),
         )
 
     def reports(self) -> list[EngineReport]:

@@ -150,6 +150,10 @@ class EngineRuntime(InferenceRuntime):
     def pause_phases(self) -> dict[str, float]:
         return self._status.pause_phases if self._status is not None else {}
 
+    @property
+    def residency(self) -> dict[str, Any]:
+        return self._status.residency if self._status is not None else {}
+
     async def close(self) -> None:
         await self._handler.close()
 
