@@ -257,8 +257,7 @@ class Coordinator:
             self._training.reject(job_id, reason)
 
     def remember(self, release: Release) -> None:
-        with self._locked():
-            self._publication.remember(release)
+        self._publication.remember(release)
 
     def recover(self, heads: list[Release], committed: bool) -> Candidate | None:
         """See `TrainingCoordinator.recover`; then everything is watched. Raises TrainingError only once it is."""

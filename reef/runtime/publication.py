@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from reef.errors import BarrierError, EngineError, EngineUncertain, Unavailable, VerificationError, WorkerDied
@@ -60,7 +61,8 @@ class Publication:
         self._base_content_id = base_content_id
         self._probe = probe
         self._residency = Residency(engines)
-        self._heads: dict[str, Release] = {}
+        self._heads: dict[str, Release] = {}  # replaced, never changed: others read it meanwhile
+        self._heads_lock = Lock()  # for who replaces it
         self._incomplete: str | None = None  # why the engines are not what `restore` makes of them
         self.generation = 0  # how often the engines were replaced
         self.clock = PauseClock()  # runs from the barrier's start to its end
@@ -139,7 +141,7 @@ class Publication:
         previous = self._heads.get(release.scenario)
         if previous is not None and previous.runtime_load_id != release.runtime_load_id:
             self._replaced[release.scenario] = previous.runtime_load_id
-        self._heads[release.scenario] = release
+        self._set_heads(release)
 
     def finish(self, release: Release) -> None:
         """After `commit_head`: resume, then retire what the release replaced."""
@@ -203,12 +205,17 @@ class Publication:
     # ------------------------------------------------------------------ committed heads
 
     def remember(self, release: Release) -> None:
-        """A scenario was created: its head is the base load, which every engine has."""
-        self._heads.setdefault(release.scenario, release)
+        """A scenario was created: its head is the base load, which every engine has. Waits for nothing."""
+        with self._heads_lock:
+            self._heads = {release.scenario: release} | self._heads
+
+    def _set_heads(self, *releases: Release) -> None:
+        with self._heads_lock:
+            self._heads = self._heads | {release.scenario: release for release in releases}
 
     def restore(self, heads: Sequence[Release], *, resume: bool) -> None:
         """Bring engines that have only the base load to the committed heads, under their original load IDs."""
-        self._heads.update({head.scenario: head for head in heads})
+        self._set_heads(*heads)
         self._incomplete = "the engines do not serve the committed heads yet"
         with crossing(Point.RESTORE):
             self._restore(heads)
