@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import socket
@@ -13,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from reef.client import ReefClient
-from reef.errors import ReefError
 from reef.points import ENVIRONMENT_VARIABLE, Plan, fired, plan_kill
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP_SECONDS = 30.0
+HEALTH_SECONDS = 10.0
 
 
 class Unrecovered(Exception):
@@ -165,12 +166,17 @@ class Deployment:
     # ------------------------------------------------------------------ answers
 
     def healthy(self) -> str | None:
-        """None when healthz says 200, else its reasons."""
+        """None when healthz says 200, else what it says instead."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=HEALTH_SECONDS)
         try:
-            self.client.get("/healthz")
-        except ReefError as error:
-            return str(error)
-        return None
+            connection.request("GET", "/healthz")
+            response = connection.getresponse()
+            answer = response.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            return f"no answer: {error!r}"
+        finally:
+            connection.close()
+        return None if response.status == 200 else f"{response.status}: {answer}"
 
     def wait_until_healthy(self, seconds: float) -> None:
         """Raises Unrecovered with the reason and the end of the log."""

@@ -57,11 +57,11 @@ class Flicker(threading.Thread):
         super().__init__(daemon=True)
         self._deployment = deployment
         self._luck = random.Random(seed)
-        self._stop = threading.Event()
+        self._ended = threading.Event()  # Thread has a `_stop` of its own
         self.times = 0
 
     def run(self) -> None:
-        while not self._stop.is_set():
+        while not self._ended.is_set():
             time.sleep(self._luck.uniform(0.0, 0.6))
             self._deployment.fill(self._luck.choice((0, CHUNK, 8 * CHUNK, 64 * CHUNK)))
             self.times += 1
@@ -69,5 +69,5 @@ class Flicker(threading.Thread):
             self._deployment.free()
 
     def stop(self) -> None:
-        self._stop.set()
+        self._ended.set()
         self.join(30.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from contextlib import AsyncExitStack
 from functools import partial
@@ -48,6 +49,7 @@ log = logging.getLogger("reef.service")
 TORCH_WORKER = "reef.train.torch_backend.worker:TorchWorker"
 KEPT_REJECTED = 20  # newest commits whose rejected candidates stay on disk
 KEPT_STATES = 3  # optimizer states of the newest releases of a scenario
+LEAST_SPACE = 1 << 20  # bytes; with less than this free, the next checkpoint or database page may not fit
 HEALTH_SECONDS = 1.0  # a durable write proves the store at most this often
 
 
@@ -233,7 +235,7 @@ class Deployment:
         if time.monotonic() - checked_at > HEALTH_SECONDS:
             try:
                 await self.storage.check()
-                reason = ""
+                reason = await asyncio.to_thread(_no_space, self.data)
             except StorageError as error:
                 reason = str(error)
             self._checked = (time.monotonic(), reason)
@@ -254,6 +256,15 @@ class Deployment:
             else {"job_id": marker.job_id, "scenario": marker.scenario, "state": marker.state, "error": marker.error},
             "scenarios": [await scenario.status() for scenario in self._scenarios.values()],
         }
+
+
+def _no_space(directory: Path) -> str:
+    """Why nothing more fits there, or "". A database may reuse its log's space for a while; new files cannot."""
+    disk = os.statvfs(directory)
+    free = disk.f_bavail * disk.f_frsize
+    if disk.f_blocks == 0 or free >= LEAST_SPACE:  # some file systems have no size
+        return ""
+    return f"no space left for {directory}: {free} bytes are free, less than {LEAST_SPACE}"
 
 
 def build(config: ReefConfig) -> Deployment:
