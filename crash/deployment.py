@@ -130,10 +130,11 @@ class Deployment:
         return found
 
     def worker(self, component: str) -> int | None:
-        """The pid of "engine" or "trainer" (rank 0), or None while there is none."""
+        """The pid of "engine" or "trainer" (rank 0), or None while there is none: whoever writes its log."""
+        log = str(self.data / "logs" / f"{component}-0.log")
         for pid in self.processes():
             with suppress(OSError):
-                if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(f"{component}-0\0".encode()):
+                if os.readlink(f"/proc/{pid}/fd/1") == log:
                     return pid
         return None
 

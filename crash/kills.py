@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Literal, get_args
 
 from reef.points import Point, Side
 
-Component = Literal["service", "engine", "trainer"]
 Trigger = Literal["load", "instruction", "scenario", "rollback", "engine dies", "trainer dies", "restart"]
 """What makes the deployment reach the point: the clients' load alone, or something done once after arming."""
 
@@ -87,23 +88,44 @@ class Kind:
 
     name: str
     flags: dict[str, object]
+    needs: tuple[str, ...] = ()  # packages beyond those of every kind
+    owners: Mapping[Point, str] = field(default_factory=dict)  # who crosses a point, where its name does not say so
 
     @property
-    def retracts(self) -> bool:
-        return self.flags["inference.pause-mode"] == "retract"
+    def missing(self) -> list[str]:
+        return [package for package in self.needs if find_spec(package) is None]
+
+    def reaches(self, point: Point) -> bool:
+        if point in ONLY_RETRACT:
+            return self.flags["inference.pause-mode"] == "retract"
+        return point not in ONLY_COLOCATED or bool(self.flags.get("training.colocate"))
+
+    def owner(self, point: Point) -> str:
+        """The component whose process crosses it."""
+        return self.owners.get(point, point.component)
 
 
-KINDS = tuple(
-    Kind(f"{mode}-{pause}", {"training.mode": mode, "inference.pause-mode": pause})
-    for mode, pause in (("lora", "in_place"), ("full", "retract"), ("lora", "retract"), ("full", "in_place"))
+def _kind(mode: str, pause: str, executor: str = "mp", needs: tuple[str, ...] = (), **more: object) -> Kind:
+    """`more` are flags whose section is `training`; those that are set are part of the name."""
+    flags = {"training.mode": mode, "inference.pause-mode": pause, "execution.executor": executor}
+    name = "-".join([mode, pause, *([] if executor == "mp" else [executor]), *more])
+    return Kind(name, {**flags, **{f"training.{key}": value for key, value in more.items()}}, needs)
+
+
+KINDS = (
+    _kind("lora", "in_place"),
+    _kind("full", "retract"),
+    _kind("lora", "retract"),
+    _kind("full", "in_place"),
+    _kind("lora", "in_place", "ray", needs=("ray",)),
+    _kind("full", "retract", "ray", needs=("ray",)),
 )
 
 
 def kills_of(kind: Kind) -> list[Kill]:
     """Every point and side that this deployment has, and the deaths of others; in the order of the points."""
-    unreached = ONLY_COLOCATED | (set() if kind.retracts else ONLY_RETRACT)
-    points = [point for point in Point if point not in unreached]
-    found = [Kill(point, side, point.component, TRIGGERS.get(point, "load")) for point in points for side in SIDES]
+    points = [point for point in Point if kind.reaches(point)]
+    found = [Kill(point, side, kind.owner(point), TRIGGERS.get(point, "load")) for point in points for side in SIDES]
     found += [Kill(point, side, "engine") for point in ENGINE_DIES_AT for side in SIDES]
     found += [Kill(point, side, "trainer") for point in TRAINER_DIES_AT for side in SIDES]
     found += [Kill(point, side, "service", "rollback") for point in ROLLBACK_DIES_AT for side in SIDES]

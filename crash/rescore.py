@@ -16,6 +16,9 @@ from crash.model import token_of_byte
 
 TOLERANCE = 1e-4
 KEPT_MODELS = 12
+EARLIER = 4
+"""Tokens before a model's last match, at each of which the next model may have begun."""
+TRIES = 400
 
 Release = dict[str, Any]
 
@@ -35,6 +38,7 @@ class Rescorer:
         self.mixed = 0
         self.fragments = 0
         self.worst = 0.0
+        self._tries = 0
 
     def generation(self, generation: dict[str, Any], releases: dict[str, Release]) -> str | None:
         """None if every token has the log-probability that its span's release gives it, else what is wrong.
@@ -75,31 +79,42 @@ class Rescorer:
         ids = torch.tensor([[*prompt, *output]])
         expected = torch.tensor([logprob for _, logprob in tokens])
         self.fragments += 1
-        done, cache, first = 0, None, 0
-        while done < len(output):
-            best = (0, None, first)
-            for index in range(first, len(releases)):
-                model = self._weights(releases[index]["content_id"])
-                for before in [cache, None] if cache is not None else [None]:
-                    matched, after = self._matched(model, ids, len(prompt), done, expected, before)
-                    if matched > best[0]:
-                        best = (matched, after, index)
-            if best[0] == 0:
-                return f"token {done} of {len(output)} has the log-probability of no committed release"
-            done, (_, cache, first) = done + best[0], best
+        models = [self._weights(release["content_id"]) for release in releases]
+        self._tries = TRIES
+        reached = self._explained(models, ids, len(prompt), 0, expected, None)
+        if reached < len(output):
+            return f"token {reached} of {len(output)} has the log-probability of no committed release"
         return None
+
+    def _explained(
+        self, models: Sequence[Any], ids: torch.Tensor, prompt: int, done: int, expected: torch.Tensor, cache: Any
+    ) -> int:
+        """How many tokens a chain of `models` explains that has explained `done` already.
+
+        A token that two models like equally may be the first of the second one, so a switch is tried a little earlier
+        than the first model's last match, too: the keys and values that follow depend on it.
+        """
+        furthest = done
+        for index, model in enumerate(models):
+            for before in [cache, None] if cache is not None else [None]:
+                self._tries -= 1
+                matched = self._matched(model, ids, prompt, done, expected, before)
+                furthest = max(furthest, done + matched)
+                for length in range(matched, max(0, matched - EARLIER), -1):
+                    if furthest == len(expected) or self._tries < 0:
+                        return furthest
+                    _, after = self._forward(model, ids, prompt + done, prompt + done + length, before)
+                    reached = self._explained(models[index:], ids, prompt, done + length, expected, after)
+                    furthest = max(furthest, reached)
+        return furthest
 
     def _matched(
         self, model: Any, ids: torch.Tensor, prompt: int, done: int, expected: torch.Tensor, cache: Any
-    ) -> tuple[int, Any]:
-        """How many tokens from `done` on this model explains, and the cache up to the last of them."""
+    ) -> int:
+        """How many tokens from `done` on this model explains."""
         again, _ = self._forward(model, ids, prompt + done, ids.shape[1], cache)
         wrong = ((again - expected[done:]).abs() > TOLERANCE).nonzero()
-        matched = int(wrong[0]) if len(wrong) else len(again)
-        if matched == 0:
-            return 0, None
-        _, after = self._forward(model, ids, prompt + done, prompt + done + matched, cache)
-        return matched, after
+        return int(wrong[0]) if len(wrong) else len(again)
 
     def _difference(
         self, model: Any, ids: torch.Tensor, start: int, end: int, expected: torch.Tensor, cache: Any

@@ -7,20 +7,20 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from crash.audit import Audit
 from crash.deployment import Deployment, Unrecovered
 from crash.kills import Kill, Kind, Trigger
 from crash.load import Load
+from crash.report import Outcome, Session
 from crash.rescore import Rescorer
 from reef.errors import ReefError
 from reef.points import Plan
 
 SCENARIOS = ["alpha", "beta"]
-REACH_SECONDS = 90.0
-RECOVER_SECONDS = 120.0
+REACH_SECONDS = 180.0
+RECOVER_SECONDS = 180.0
 FLAGS: dict[str, object] = {
     "inference.threads": 1,
     "inference.kv-cache-tokens": 8192,
@@ -38,19 +38,6 @@ WORKER_DEATHS = 3
 """Of one component in one service's life; it gives up at the fourth within five minutes."""
 
 
-@dataclass(slots=True)
-class Outcome:
-    """One kill. `seconds` from the death to the first answers after it; of a trainer, to the next release."""
-
-    kind: str
-    name: str
-    point: str
-    victim: str
-    seconds: float | None = None
-    health_seconds: float | None = None
-    problems: list[str] = field(default_factory=list)
-
-
 class Run:
     """Drives one kind of deployment. Use it as a context manager: it leaves no process behind."""
 
@@ -60,7 +47,8 @@ class Run:
         self.load = Load(self.deployment.port, SCENARIOS, seed)
         self.audit = Audit(self.deployment.client, self.load.ledger, Rescorer(model, self.deployment.data), seed)
         self.rescorer = self.audit.rescorer
-        self.outcomes: list[Outcome] = []
+        self.session = Session(kind=kind.name)
+        self._begun = time.monotonic()
         self._deaths: dict[str, int] = {}
         self._made = 0
 
@@ -80,8 +68,8 @@ class Run:
 
     def kill(self, kill: Kill) -> Outcome:
         """Make it happen, wait until the deployment serves again, and check everything."""
-        outcome = Outcome(self.kind.name, kill.name, str(kill.point), kill.victim)
-        self.outcomes.append(outcome)
+        outcome = Outcome(self.kind.name, kill.name, str(kill.point), kill.victim, problems=[])
+        self.session.outcomes.append(outcome)
         try:
             self._make_room(kill)
             pid = 0 if kill.victim == "service" else self._find(kill.victim)
@@ -94,9 +82,26 @@ class Run:
         with suppress(ReefError):
             self.audit.check(SCENARIOS)
         outcome.problems += self.audit.findings.everything()[before:]
-        if len(self.outcomes) % BACK_TO_BASE_EVERY == 0:
+        self._note()
+        if len(self.session.outcomes) % BACK_TO_BASE_EVERY == 0:
             self._back_to_base()
         return outcome
+
+    def _note(self) -> None:
+        """What is known so far, in the session's file."""
+        session, findings, ledger = self.session, self.audit.findings, self.load.ledger
+        session.lost_receipts = len(findings.lost_receipts)
+        session.double_trained = len(findings.double_trained)
+        session.uncommitted_served = len(findings.uncommitted_served)
+        session.other = list(findings.other)
+        session.answers, session.reports = len(ledger.answers), len(ledger.reports)
+        session.releases = self.audit.releases
+        session.rescored_answers = self.rescorer.answers
+        session.rescored_across_publications = self.rescorer.mixed
+        session.rescored_cut_streams = self.rescorer.fragments
+        session.worst_difference_nats = self.rescorer.worst
+        session.seconds = time.monotonic() - self._begun
+        session.write(self.deployment.directory)
 
     def _find(self, component: str) -> int:
         pid = self.deployment.worker(component)
@@ -107,7 +112,7 @@ class Run:
     def _strike(self, kill: Kill, victim: int) -> float:
         """Arm, trigger, and wait for the death; return when it was (Unix seconds)."""
         deployment = self.deployment
-        pid = 0 if kill.victim == kill.point.component else victim
+        pid = 0 if kill.victim == self.kind.owner(kill.point) else victim
         if kill.trigger == "rollback":
             self._quiet()
         deployment.arm(self._plan(kill.point, kill.side, kill.occurrence, pid))
@@ -200,17 +205,15 @@ class Run:
 
     def conclude(self) -> None:
         """Learning goes on, every receipt ever acknowledged is there, and it stops in good order."""
-        last = Outcome(self.kind.name, "the end", "", "nobody")
         try:
             self._wait_for_releases(all)
             self.load.stop()
             self.audit.check(SCENARIOS)
             self.audit.check_all_receipts(SCENARIOS)
             self.deployment.stop()
-            last.seconds = 0.0
         except (Unrecovered, ReefError) as error:
-            last.problems.append(f"unrecovered: {error}\n{self.deployment.tail()}")
-            self.outcomes.append(last)
+            self.audit.findings.other.append(f"at the end: {error}\n{self.deployment.tail()}")
+        self._note()
 
     def _wait_for_releases(self, enough: Callable[[Iterable[bool]], bool]) -> None:
         """In any or all of the scenarios."""
@@ -274,5 +277,5 @@ class Run:
                 self.deployment.client.post(f"{path}/rollback", {"release_id": oldest["release_id"]})
 
     def _plan(self, point: object, side: object, occurrence: int = 1, pid: int = 0) -> Plan:
-        name = f"{len(self.outcomes)}-{time.monotonic_ns()}"
+        name = f"{len(self.session.outcomes)}-{time.monotonic_ns()}"
         return Plan(name=name, point=point, side=side, occurrence=occurrence, pid=pid)  # type: ignore[arg-type]

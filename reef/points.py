@@ -2,8 +2,9 @@
 
 The code says where it is with `with crossing(Point.COMMIT):`, which does nothing in a deployment. Only when the
 environment variable REEF_FAULT_INJECTION names a file do crossings look for a `Plan` in it. The process that reaches
-the planned side of the planned point for the planned time renames the file to `<name>.fired` and sends SIGKILL. So a
-plan fires once, whatever is restarted after it, and the next one may be written while everything runs.
+the planned side of the planned point for the planned time renames the file to `<name>.fired` and sends SIGKILL (or
+SIGSTOP, which leaves time to change the world around the point). So a plan fires once, whatever is restarted after it,
+and the next one may be written while everything runs.
 """
 
 from __future__ import annotations
@@ -87,13 +88,14 @@ class Point(enum.StrEnum):
 
 
 class Plan(msgspec.Struct, kw_only=True, frozen=True):
-    """One kill. `pid` 0 is the process that reaches the point; another pid is killed in its stead."""
+    """One kill. `pid` 0 is the process that reaches the point; another pid gets the signal in its stead."""
 
     name: str  # counting starts anew with each name
     point: Point
     side: Side
     occurrence: int = 1
     pid: int = 0
+    signal: Literal["SIGKILL", "SIGSTOP"] = "SIGKILL"
 
 
 def plan_kill(path: Path, plan: Plan) -> None:
@@ -135,8 +137,8 @@ class FaultInjection:
             except FileNotFoundError:  # another process was faster
                 return
             with contextlib.suppress(ProcessLookupError):
-                os.kill(plan.pid or os.getpid(), signal.SIGKILL)
-            if not plan.pid:
+                os.kill(plan.pid or os.getpid(), signal.Signals[plan.signal])
+            if not plan.pid and plan.signal == "SIGKILL":
                 time.sleep(60.0)  # until the signal is delivered
 
 

@@ -35,5 +35,5 @@ def test_nothing_is_lost_and_everything_serves_again(tmp_path):
         run.conclude()
     assert "\n".join(problems) == ""
     assert "\n".join(run.audit.findings.everything()) == ""
-    assert len(run.outcomes) == len(KILLS) and all(outcome.seconds is not None for outcome in run.outcomes)
+    assert len(run.session.outcomes) == len(KILLS) and all(one.seconds is not None for one in run.session.outcomes)
     assert run.audit.releases > 2 and run.rescorer.answers > 10

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from reef.directories import OwnedDirectory
 from reef.errors import BarrierError, EngineError, EngineUncertain, ReefError, WorkerDied
 from reef.inference.local.config import LocalConfig
 from reef.runtime.interfaces import EngineReport, Executor, InferenceBackend, PauseMode, WeightLoad
@@ -51,7 +49,7 @@ class LocalBackend(InferenceBackend):
         self._control_timeout = control_timeout
         self._close_timeout = close_timeout
         self._names = [f"engine-{rank}" for rank in range(config.engines)]
-        self._directory: Path | None = None  # exists from start to close
+        self._directory: OwnedDirectory | None = None  # of the sockets; exists from start to close
         self._executor: Executor | None = None
         self._dtype: str | None = None
         self._lock = Lock()  # guards the two below
@@ -59,12 +57,12 @@ class LocalBackend(InferenceBackend):
         self._asked_at = 0.0
 
     def start(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="reef-"))  # mode 0700
+        self._directory = OwnedDirectory("reef-engines-")
         self._launch(paused=False)
 
     def socket_paths(self) -> list[str]:
         """Where the engines' data planes listen; the same for every engine that replaces another."""
-        return [] if self._directory is None else [str(self._directory / name) for name in self._names]
+        return [] if self._directory is None else [str(self._directory.path / name) for name in self._names]
 
     def pause(self, mode: PauseMode) -> None:
         self._barrier("pause", mode)
@@ -133,7 +131,7 @@ class LocalBackend(InferenceBackend):
             self._stop(self._close_timeout)
         finally:
             if self._directory is not None:
-                shutil.rmtree(self._directory, ignore_errors=True)
+                self._directory.remove()
                 self._directory = None
 
     @property
