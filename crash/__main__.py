@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 
 from crash.kills import KINDS, Kill, Kind, interleaved, kills_of
+from crash.misfortune import problems
 from crash.model import make_model
-from crash.report import line, read_sessions, write
+from crash.report import Session, line, read_sessions, write
 from crash.run import Run
 
+MISFORTUNE = "misfortune"
 DIRECTORY = Path(".reef") / "crash"
 
 
@@ -39,20 +41,24 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         if time.monotonic() > deadline:
             break
-        with Run(kind, model, _fresh(directory, kind), options.seed) as run:
+        with Run(kind, model, _fresh(directory, kind.name), options.seed) as run:
             for kill in kills:
                 if time.monotonic() > deadline:
                     break
                 done += 1
                 print(line(run.kill(kill), run.session, done, total), flush=True)
             run.conclude()
+    if not options.kind or MISFORTUNE in options.kind:
+        where = _fresh(directory, MISFORTUNE)
+        session = Session(kind=MISFORTUNE, misfortunes=problems(model, where))
+        session.write(where)
     return 0 if write(read_sessions(directory), directory / "report.json") else 1
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m crash", description=__doc__)
     parser.add_argument("--kind", action="append", help="only this deployment; may be repeated: "
-                        + ", ".join(kind.name for kind in KINDS))  # fmt: skip
+                        + ", ".join([*(kind.name for kind in KINDS), MISFORTUNE]))  # fmt: skip
     parser.add_argument("--point", action="append", help="only kills whose name begins so; may be repeated")
     parser.add_argument("--victim", help="only kills of this component: service, engine, trainer")
     parser.add_argument("--every", type=int, default=1, help="only every n-th of the kills, others in each deployment")
@@ -78,9 +84,9 @@ def _chosen(kind: Kind, options: argparse.Namespace, directory: Path) -> list[Ki
     return interleaved(kills)
 
 
-def _fresh(directory: Path, kind: Kind) -> Path:
+def _fresh(directory: Path, name: str) -> Path:
     number = 1
-    while (found := directory / f"{kind.name}-{number}").exists():
+    while (found := directory / f"{name}-{number}").exists():
         number += 1
     return found
 

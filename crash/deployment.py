@@ -73,6 +73,11 @@ class Deployment:
             )
 
     @property
+    def seen(self) -> Path:
+        """The data directory as the service sees it."""
+        return self.data
+
+    @property
     def log(self) -> Path:
         return self.directory / f"service-{self.runs}.log"
 
@@ -131,10 +136,9 @@ class Deployment:
 
     def worker(self, component: str) -> int | None:
         """The pid of "engine" or "trainer" (rank 0), or None while there is none: whoever writes its log."""
-        log = str(self.data / "logs" / f"{component}-0.log")
         for pid in self.processes():
             with suppress(OSError):
-                if os.readlink(f"/proc/{pid}/fd/1") == log:
+                if os.readlink(f"/proc/{pid}/fd/1").endswith(f"/logs/{component}-0.log"):
                     return pid
         return None
 
@@ -156,6 +160,13 @@ class Deployment:
     def disarm(self) -> None:
         with suppress(FileNotFoundError):
             self._plan.unlink()
+
+    def signal(self, component: str, number: int) -> None:
+        """Nothing happens where there is none."""
+        pid = self.pid if component == "service" else self.worker(component)
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def fired_at(self) -> float | None:
         """When the plan fired (Unix seconds), or None."""

@@ -33,13 +33,12 @@ class SmallDisk(Deployment):
         super().__init__(directory, flags, wrapper=[*MOUNT, size, str(data)])
 
     @property
-    def disk(self) -> Path:
-        """The data directory as the service sees it."""
+    def seen(self) -> Path:
         return Path(f"/proc/{self.pid}/root{self.data}")
 
     def fill(self, leave: int = 0) -> None:
         """Take all space but `leave` bytes."""
-        with (self.disk / "ballast").open("ab", buffering=0) as ballast:
+        with (self.seen / "ballast").open("ab", buffering=0) as ballast:
             with suppress(OSError):  # ENOSPC
                 while True:
                     ballast.write(b"x" * CHUNK)
@@ -47,7 +46,7 @@ class SmallDisk(Deployment):
 
     def free(self) -> None:
         with suppress(FileNotFoundError):
-            os.unlink(self.disk / "ballast")
+            os.unlink(self.seen / "ballast")
 
 
 class Flicker(threading.Thread):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Literal, get_args
 
@@ -61,6 +61,28 @@ RECOVERY: tuple[tuple[tuple[Point, Side], tuple[Point, Side]], ...] = (
 )
 
 
+# Where bytes are written that may find no room.
+WRITES = (
+    Point.APPEND_RECORD,
+    Point.APPEND_REPORT,
+    Point.APPEND_INSTRUCTION,
+    Point.CREATE_SCENARIO,
+    Point.LOAD_SEQUENCE,
+    Point.COMMIT,
+    Point.WRITE_OFF,
+    Point.HEAD,
+    Point.CONSUMPTION,
+    Point.BLOB,
+    Point.CHECKPOINT,
+    Point.RETAIN,
+    *(point for point in Point if point.name.startswith("MARKER_")),
+    Point.TRAINER_WRITE,
+)
+
+DISK = "disk"
+"""The victim of a `Kill` that is no death: the file system is full when the point is reached."""
+
+
 @dataclass(slots=True, frozen=True)
 class Kill:
     """`victim` dies when the point's side is reached for the `occurrence`-th time after arming."""
@@ -71,10 +93,13 @@ class Kill:
     trigger: Trigger = "load"
     occurrence: int = 1
     then: tuple[Point, Side] | None = None  # where the service dies again while it recovers
+    hangs: bool = False  # the victim is not killed but stopped: it has to be noticed
 
     @property
     def name(self) -> str:
         parts = [f"{self.point} {self.side}"]
+        if self.hangs:
+            parts.append("hangs")
         if self.then is not None:
             parts.append(f"then {self.then[0]} {self.then[1]}")
         if self.trigger == "rollback":
@@ -89,6 +114,7 @@ class Kind:
     name: str
     flags: dict[str, object]
     needs: tuple[str, ...] = ()  # packages beyond those of every kind
+    disk: bool = False  # nobody dies: its data are on a file system that is full when something is written
     owners: Mapping[Point, str] = field(default_factory=dict)  # who crosses a point, where its name does not say so
 
     @property
@@ -119,16 +145,20 @@ KINDS = (
     _kind("full", "in_place"),
     _kind("lora", "in_place", "ray", needs=("ray",)),
     _kind("full", "retract", "ray", needs=("ray",)),
+    replace(_kind("lora", "in_place"), name="lora-in_place-full_disk", disk=True),
 )
 
 
 def kills_of(kind: Kind) -> list[Kill]:
     """Every point and side that this deployment has, and the deaths of others; in the order of the points."""
+    if kind.disk:
+        return [Kill(point, "before", DISK, TRIGGERS.get(point, "load")) for point in WRITES]
     points = [point for point in Point if kind.reaches(point)]
     found = [Kill(point, side, kind.owner(point), TRIGGERS.get(point, "load")) for point in points for side in SIDES]
     found += [Kill(point, side, "engine") for point in ENGINE_DIES_AT for side in SIDES]
     found += [Kill(point, side, "trainer") for point in TRAINER_DIES_AT for side in SIDES]
     found += [Kill(point, side, "service", "rollback") for point in ROLLBACK_DIES_AT for side in SIDES]
+    found.append(Kill(Point.APPEND_RECORD, "after", "engine", hangs=True))
     for (point, side), then in RECOVERY:
         found.append(Kill(point, side, "service", then=then))
     return found

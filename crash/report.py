@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from crash.kills import DISK
+
 SESSION = "session.json"
 
 
@@ -70,12 +72,14 @@ def line(outcome: Outcome, session: Session, number: int, total: int) -> str:
 
 def summary(sessions: Sequence[Session]) -> dict[str, Any]:
     """The numbers of `.reef/crash/report.json`."""
-    outcomes = [outcome for session in sessions for outcome in session.outcomes]
+    everything = [outcome for session in sessions for outcome in session.outcomes]
+    outcomes = [outcome for outcome in everything if outcome.victim != DISK]
+    full = [outcome for outcome in everything if outcome.victim == DISK]
     counts = {
         "lost_receipts": sum(session.lost_receipts for session in sessions),
         "double_trained": sum(session.double_trained for session in sessions),
         "uncommitted_served": sum(session.uncommitted_served for session in sessions),
-        "unrecovered": sum(outcome.seconds is None for outcome in outcomes),
+        "unrecovered": sum(outcome.seconds is None for outcome in everything),
     }
     other = [problem for session in sessions for problem in session.other]
     misfortunes = {name: problems for session in sessions for name, problems in session.misfortunes.items()}
@@ -83,9 +87,10 @@ def summary(sessions: Sequence[Session]) -> dict[str, Any]:
         "kills": len(outcomes),
         "points": len({outcome.point for outcome in outcomes if outcome.point}),
         **counts,
+        "full_disks": len(full),
         "other": other,
         "misfortunes": misfortunes,
-        "passed": bool(outcomes or misfortunes) and not any([*counts.values(), other, *misfortunes.values()]),
+        "passed": bool(everything or misfortunes) and not any([*counts.values(), other, *misfortunes.values()]),
         "kills_of_kind": _counted(outcome.kind for outcome in outcomes),
         "kills_of_victim": _counted(outcome.victim for outcome in outcomes),
         "acknowledged_answers": sum(session.answers for session in sessions),
@@ -95,8 +100,8 @@ def summary(sessions: Sequence[Session]) -> dict[str, Any]:
         "rescored_across_publications": sum(session.rescored_across_publications for session in sessions),
         "rescored_cut_streams": sum(session.rescored_cut_streams for session in sessions),
         "worst_difference_nats": max((session.worst_difference_nats for session in sessions), default=0.0),
-        "median_seconds_to_healthy": _medians(outcomes, "health_seconds"),
-        "median_seconds_to_serve": _medians(outcomes, "seconds"),
+        "median_seconds_to_healthy": _medians(everything, "health_seconds"),
+        "median_seconds_to_serve": _medians(everything, "seconds"),
         "seconds": round(sum(session.seconds for session in sessions), 1),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
     }

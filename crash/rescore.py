@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ Release = dict[str, Any]
 class Rescorer:
     """Weights by content id, read from the data directory of the deployment."""
 
-    def __init__(self, model: Path, data: Path) -> None:
+    def __init__(self, model: Path, data: Callable[[], Path]) -> None:
         torch.set_num_threads(1)
         logging.disable_progress_bar()
         self._model = model
-        self._contents = data / "artifacts" / "contents"
+        self._data = data
         self._models: OrderedDict[str, Any] = OrderedDict()
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._token_of_byte = token_of_byte()
@@ -137,7 +137,7 @@ class Rescorer:
     def _weights(self, content_id: str) -> Any:
         model = self._models.pop(content_id, None)
         if model is None:
-            model = self._read(self._contents / content_id)
+            model = self._read(self._data() / "artifacts" / "contents" / content_id)
         self._models[content_id] = model
         while len(self._models) > KEPT_MODELS:
             self._models.popitem(last=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -11,12 +12,13 @@ from pathlib import Path
 
 from crash.audit import Audit
 from crash.deployment import Deployment, Unrecovered
-from crash.kills import Kill, Kind, Trigger
+from crash.disk import SmallDisk
+from crash.kills import DISK, Kill, Kind, Trigger
 from crash.load import Load
 from crash.report import Outcome, Session
 from crash.rescore import Rescorer
 from reef.errors import ReefError
-from reef.points import Plan
+from reef.points import Plan, Point, Side, Signal
 
 SCENARIOS = ["alpha", "beta"]
 REACH_SECONDS = 180.0
@@ -43,10 +45,11 @@ class Run:
 
     def __init__(self, kind: Kind, model: Path, directory: Path, seed: int = 0) -> None:
         self.kind = kind
-        self.deployment = Deployment(directory, {**FLAGS, **kind.flags, "inference.model-path": model})
+        where = SmallDisk if kind.disk else Deployment
+        self.deployment = where(directory, {**FLAGS, **kind.flags, "inference.model-path": model})
         self.load = Load(self.deployment.port, SCENARIOS, seed)
-        self.audit = Audit(self.deployment.client, self.load.ledger, Rescorer(model, self.deployment.data), seed)
-        self.rescorer = self.audit.rescorer
+        self.rescorer = Rescorer(model, lambda: self.deployment.seen)
+        self.audit = Audit(self.deployment.client, self.load.ledger, self.rescorer, seed)
         self.session = Session(kind=kind.name)
         self._begun = time.monotonic()
         self._deaths: dict[str, int] = {}
@@ -71,10 +74,12 @@ class Run:
         outcome = Outcome(self.kind.name, kill.name, str(kill.point), kill.victim, problems=[])
         self.session.outcomes.append(outcome)
         try:
-            self._make_room(kill)
-            pid = 0 if kill.victim == "service" else self._find(kill.victim)
-            died_at = self._strike(kill, pid)
-            self._recover(kill, outcome, died_at, pid)
+            if kill.victim == DISK:
+                self._fill_disk(kill, outcome)
+            else:
+                self._make_room(kill)
+                pid = 0 if kill.victim == "service" else self._find(kill.victim)
+                self._recover(kill, outcome, self._strike(kill, pid), pid)
         except (Unrecovered, ReefError) as error:
             outcome.problems.append(f"unrecovered: {error}\n{self.deployment.tail()}")
             self._start_over()
@@ -115,16 +120,21 @@ class Run:
         pid = 0 if kill.victim == self.kind.owner(kill.point) else victim
         if kill.trigger == "rollback":
             self._quiet()
-        deployment.arm(self._plan(kill.point, kill.side, kill.occurrence, pid))
+        deployment.arm(self._plan(kill.point, kill.side, kill.occurrence, pid, "SIGSTOP" if kill.hangs else "SIGKILL"))
         self._trigger(kill.trigger)
-        deadline = time.monotonic() + REACH_SECONDS
-        while (died_at := deployment.fired_at()) is None:
-            if time.monotonic() > deadline:
-                deployment.disarm()
-                raise Unrecovered(f"{kill.point} {kill.side} was not reached within {REACH_SECONDS:g} s")
-            time.sleep(0.02)
+        died_at = self._wait_for_point(f"{kill.point} {kill.side}")
         self.load.reporting.set()
         return died_at
+
+    def _wait_for_point(self, name: str) -> float:
+        """Until the plan has fired; return when it did."""
+        deadline = time.monotonic() + REACH_SECONDS
+        while (fired_at := self.deployment.fired_at()) is None:
+            if time.monotonic() > deadline:
+                self.deployment.disarm()
+                raise Unrecovered(f"{name} was not reached within {REACH_SECONDS:g} s")
+            time.sleep(0.02)
+        return fired_at
 
     def _trigger(self, trigger: Trigger) -> None:
         deployment = self.deployment
@@ -146,6 +156,35 @@ class Run:
                 deployment.kill()
                 deployment.wait_for_no_process()
                 deployment.start()
+
+    def _fill_disk(self, kill: Kill, outcome: Outcome) -> None:
+        """Stop at the point, take all space, go on; once healthz says so, give the space back."""
+        deployment, owner = self.deployment, self.kind.owner(kill.point)
+        assert isinstance(deployment, SmallDisk)
+        deployment.arm(self._plan(kill.point, kill.side, kill.occurrence, signal="SIGSTOP"))
+        trigger = threading.Thread(target=self._trigger, args=(kill.trigger,))
+        trigger.start()
+        self._wait_for_point(f"{kill.point} {kill.side}")
+        deployment.fill()
+        deployment.signal(owner, signal.SIGCONT)
+        self._wait_for_reason("no space left")
+        deployment.client.get("/v1/models")  # what needs no space goes on
+        deployment.client.get("/reef/status")
+        trigger.join()
+        deployment.free()
+        freed_at = time.time()
+        deployment.wait_until_healthy(RECOVER_SECONDS)
+        outcome.health_seconds = time.time() - freed_at
+        self._wait_for_answers()
+        outcome.seconds = time.time() - freed_at
+        self._wait_for_releases(all)
+
+    def _wait_for_reason(self, words: str) -> None:
+        deadline = time.monotonic() + RECOVER_SECONDS
+        while words not in (reason := self.deployment.healthy() or "healthy"):
+            if time.monotonic() > deadline:
+                raise Unrecovered(f"healthz does not say {words!r} within {RECOVER_SECONDS:g} s but {reason!r}")
+            time.sleep(0.1)
 
     def _recover(self, kill: Kill, outcome: Outcome, died_at: float, dead: int) -> None:
         deployment = self.deployment
@@ -172,13 +211,9 @@ class Run:
                 raise Unrecovered(f"the {component} was not replaced")
             time.sleep(0.05)
 
-    def _die_again(self, point: object, side: object) -> float:
+    def _die_again(self, point: Point, side: Side) -> float:
         """The recovering service dies at another point."""
-        deadline = time.monotonic() + RECOVER_SECONDS
-        while (died_at := self.deployment.fired_at()) is None:
-            if time.monotonic() > deadline:
-                raise Unrecovered(f"{point} {side} was not reached by the recovery")
-            time.sleep(0.02)
+        died_at = self._wait_for_point(f"{point} {side} by the recovery")
         self._bury_service()
         return died_at
 
@@ -276,6 +311,6 @@ class Run:
                 oldest = self.deployment.client.get(f"{path}/releases", {"limit": 1000})["releases"][-1]
                 self.deployment.client.post(f"{path}/rollback", {"release_id": oldest["release_id"]})
 
-    def _plan(self, point: object, side: object, occurrence: int = 1, pid: int = 0) -> Plan:
+    def _plan(self, point: Point, side: Side, occurrence: int = 1, pid: int = 0, signal: Signal = "SIGKILL") -> Plan:
         name = f"{len(self.session.outcomes)}-{time.monotonic_ns()}"
-        return Plan(name=name, point=point, side=side, occurrence=occurrence, pid=pid)  # type: ignore[arg-type]
+        return Plan(name=name, point=point, side=side, occurrence=occurrence, pid=pid, signal=signal)

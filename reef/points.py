@@ -26,6 +26,7 @@ import msgspec
 ENVIRONMENT_VARIABLE = "REEF_FAULT_INJECTION"
 
 Side = Literal["before", "after"]
+Signal = Literal["SIGKILL", "SIGSTOP"]
 
 
 class Point(enum.StrEnum):
@@ -95,7 +96,7 @@ class Plan(msgspec.Struct, kw_only=True, frozen=True):
     side: Side
     occurrence: int = 1
     pid: int = 0
-    signal: Literal["SIGKILL", "SIGSTOP"] = "SIGKILL"
+    signal: Signal = "SIGKILL"
 
 
 def plan_kill(path: Path, plan: Plan) -> None:

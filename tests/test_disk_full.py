@@ -93,7 +93,7 @@ def test_a_full_disk_is_said_clearly_and_forgotten_when_there_is_space(deploymen
 @pytest.mark.timeout(240)
 def test_a_disk_that_fills_at_any_moment_loses_and_doubles_nothing(deployment, model):
     load, flicker = Load(deployment.port, SCENARIOS, seed=1), Flicker(deployment, seed=1)
-    audit = Audit(deployment.client, load.ledger, Rescorer(model, deployment.disk), seed=1)
+    audit = Audit(deployment.client, load.ledger, Rescorer(model, lambda: deployment.seen), seed=1)
     load.start()
     try:
         until(lambda: all(head(deployment, name) for name in SCENARIOS), "nothing is learned")

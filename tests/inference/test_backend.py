@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import ClassVar
 
 import pytest
@@ -361,6 +362,21 @@ def test_health_never_blocks_and_tells_what_the_engine_says(faulty):
     began = time.monotonic()
     assert silent.health() is None and silent.health() is None
     assert time.monotonic() - began < 0.5
+
+
+def test_an_engine_that_hangs_is_noticed_soon_unless_a_call_keeps_it_busy(faulty):
+    idle = faulty({"health": "hang"}, silent_timeout=0.1)
+    idle.health()
+    time.sleep(0.2)
+    assert "no answer from the engines" in (idle.health() or "")
+    busy = faulty({"health": "hang", "resume": "hang"}, silent_timeout=0.1)
+    call = Thread(target=busy.resume)
+    call.start()
+    time.sleep(0.05)
+    assert busy.health() is None
+    time.sleep(0.2)
+    assert busy.health() is None, "its health waits behind the call"
+    call.join()
 
 
 def test_before_the_start_and_after_the_end(faulty):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
@@ -42,19 +43,24 @@ class LocalBackend(InferenceBackend):
         base_content_id: str = "",
         control_timeout: float = 120.0,
         close_timeout: float = 10.0,
+        silent_timeout: float = 30.0,
     ) -> None:
+        """`silent_timeout`: seconds after which an engine that has no call to do, and says nothing, is given up."""
         self._config = config
         self._make_executor = make_executor
         self._base_content_id = base_content_id
         self._control_timeout = control_timeout
         self._close_timeout = close_timeout
+        self._silent_timeout = silent_timeout
         self._names = [f"engine-{rank}" for rank in range(config.engines)]
         self._directory: OwnedDirectory | None = None  # of the sockets; exists from start to close
         self._executor: Executor | None = None
         self._dtype: str | None = None
-        self._lock = Lock()  # guards the two below
+        self._lock = Lock()  # guards the four below
         self._answers: list[Future[Any]] = []  # of the latest question after health
         self._asked_at = 0.0
+        self._calls = 0  # in flight: an engine answers in order, so health waits behind them
+        self._called_at = 0.0  # when the latest of them ended
 
     def start(self) -> None:
         self._directory = OwnedDirectory("reef-engines-")
@@ -117,8 +123,8 @@ class LocalBackend(InferenceBackend):
         with self._lock:
             answers = self._answers
             if not all(answer.done() for answer in answers):
-                silent = time.monotonic() - self._asked_at
-                late = silent > self._control_timeout + _GRACE_SECONDS
+                silent = time.monotonic() - max(self._asked_at, self._called_at)
+                late = silent > (self._control_timeout + _GRACE_SECONDS if self._calls else self._silent_timeout)
                 return f"no answer from the engines for {silent:.0f} s" if late else None
             self._answers, self._asked_at = executor.collective_rpc("health"), time.monotonic()
         for name, answer in zip(self._names, answers, strict=False):
@@ -168,14 +174,26 @@ class LocalBackend(InferenceBackend):
             raise EngineError(f"{method}: the engines are not started")
         deadline = time.monotonic() + self._control_timeout
         outcomes: list[Any] = []
-        for future in executor.collective_rpc(method, *args):
-            try:
-                outcomes.append(future.result(max(0.0, deadline - time.monotonic())))
-            except TimeoutError:
-                outcomes.append(EngineUncertain(f"no answer within {self._control_timeout:g} s"))
-            except Exception as error:
-                outcomes.append(error)
+        with self._calling():
+            for future in executor.collective_rpc(method, *args):
+                try:
+                    outcomes.append(future.result(max(0.0, deadline - time.monotonic())))
+                except TimeoutError:
+                    outcomes.append(EngineUncertain(f"no answer within {self._control_timeout:g} s"))
+                except Exception as error:
+                    outcomes.append(error)
         return outcomes
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        with self._lock:
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                self._called_at = time.monotonic()
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         """For calls that are harmless when only some engines did them, because asking again is."""
