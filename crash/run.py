@@ -34,8 +34,8 @@ FLAGS: dict[str, object] = {
     "evaluation.plugin": "crash.evaluator",
     "reef.default-scenario": SCENARIOS[0],
 }
-BACK_TO_BASE_EVERY = 10
-"""Kills between two rollbacks to release 0: random scores for hours would teach the model something extreme."""
+BACK_TO_BASE_EVERY = 15
+"""Releases between two rollbacks to release 0: random scores for hours would teach the model something extreme."""
 WORKER_DEATHS = 3
 """Of one component in one service's life; it gives up at the fourth within five minutes."""
 
@@ -54,6 +54,7 @@ class Run:
         self._begun = time.monotonic()
         self._deaths: dict[str, int] = {}
         self._made = 0
+        self._based: dict[str, int] = {}  # number of the last release that went back to the base
 
     def __enter__(self) -> Run:
         self.deployment.start()
@@ -88,8 +89,7 @@ class Run:
             self.audit.check(SCENARIOS)
         outcome.problems += self.audit.findings.everything()[before:]
         self._note()
-        if len(self.session.outcomes) % BACK_TO_BASE_EVERY == 0:
-            self._back_to_base()
+        self._back_to_base()
         return outcome
 
     def _note(self) -> None:
@@ -259,8 +259,9 @@ class Run:
                 raise Unrecovered(f"no release within {REACH_SECONDS:g} s")
             time.sleep(0.1)
 
-    def _head(self, scenario: str) -> object:
-        return self.deployment.client.get(f"/reef/scenarios/{scenario}")["head"]["number"]
+    def _head(self, scenario: str) -> int:
+        number: int = self.deployment.client.get(f"/reef/scenarios/{scenario}")["head"]["number"]
+        return number
 
     # ------------------------------------------------------------------ between kills
 
@@ -306,10 +307,10 @@ class Run:
 
     def _back_to_base(self) -> None:
         for scenario in SCENARIOS:
-            path = f"/reef/scenarios/{scenario}"
             with suppress(ReefError):
-                oldest = self.deployment.client.get(f"{path}/releases", {"limit": 1000})["releases"][-1]
-                self.deployment.client.post(f"{path}/rollback", {"release_id": oldest["release_id"]})
+                if self._head(scenario) - self._based.get(scenario, 0) >= BACK_TO_BASE_EVERY:
+                    answer = self.deployment.client.post(f"/reef/scenarios/{scenario}/rollback", {"release_id": "0"})
+                    self._based[scenario] = answer["number"]
 
     def _plan(self, point: Point, side: Side, occurrence: int = 1, pid: int = 0, signal: Signal = "SIGKILL") -> Plan:
         name = f"{len(self.session.outcomes)}-{time.monotonic_ns()}"
