@@ -60,8 +60,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kind", action="append", help="only this deployment; may be repeated: "
                         + ", ".join([*(kind.name for kind in KINDS), MISFORTUNE]))  # fmt: skip
     parser.add_argument("--point", action="append", help="only kills whose name begins so; may be repeated")
-    parser.add_argument("--victim", help="only kills of this component: service, engine, trainer")
+    parser.add_argument("--victim", action="append", help="only kills of this component: service, engine, trainer")
     parser.add_argument("--every", type=int, default=1, help="only every n-th of the kills, others in each deployment")
+    parser.add_argument("--offset", type=int, default=0, help="with --every: which ones")
     parser.add_argument("--seed", type=int, default=0, help="of what the clients do")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no kill after so long")
     parser.add_argument("--resume", action="store_true", help="go on with what .reef/crash holds, repeating no kill")
@@ -76,9 +77,9 @@ def _chosen(kind: Kind, options: argparse.Namespace, directory: Path) -> list[Ki
             if one.kind == kind.name}  # fmt: skip
     kills = [
         kill
-        for kill in kills_of(kind)[KINDS.index(kind) % options.every :: options.every]
+        for kill in kills_of(kind)[(KINDS.index(kind) + options.offset) % options.every :: options.every]
         if (not options.point or kill.name.startswith(tuple(options.point)))
-        and (not options.victim or kill.victim == options.victim)
+        and (not options.victim or kill.victim in options.victim)
         and (kill.victim, kill.name) not in done
     ]
     return interleaved(kills)
