@@ -127,6 +127,10 @@ class Audit:
             swapped = release is not None and commit["expected_head"] == release["parent_id"]
             self._expect(swapped, f"{scenario}: {release_id} was not committed by compare-and-swap on its parent")
         for step, commit in known.commits.items():
+            if commit["kind"] == "trained":
+                trained = sum(item["disposition"] == "trained" for item in commit["consumed"])
+                used = commit["metrics"]["reports"] + commit["metrics"]["samples"]
+                self._expect(trained == used, f"{scenario}: step {step} trained on {used:g} and consumed {trained}")
             for item in commit["consumed"]:
                 earlier = known.consumed.setdefault(item["record_id"], step)
                 if earlier != step:

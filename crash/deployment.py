@@ -142,12 +142,13 @@ class Deployment:
                     return pid
         return None
 
-    def wait_for_no_process(self, seconds: float = 10.0) -> None:
+    def wait_for_no_process(self, seconds: float = 30.0) -> None:
         """Raises Unrecovered if something outlives the service."""
         deadline = time.monotonic() + seconds
         while left := self.processes():
             if time.monotonic() > deadline:
-                raise Unrecovered(f"processes {left} outlived the service")
+                names = [Path(f"/proc/{pid}/cmdline").read_bytes()[:200].replace(b"\0", b" ") for pid in left]
+                raise Unrecovered(f"processes {left} outlived the service by {seconds:g} s: {names}")
             time.sleep(0.02)
 
     # ------------------------------------------------------------------ plans

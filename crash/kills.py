@@ -61,6 +61,11 @@ RECOVERY: tuple[tuple[tuple[Point, Side], tuple[Point, Side]], ...] = (
 )
 
 
+# Between these, the engines hold weights that are not committed, and clients must not see a token of them.
+GATED = (Point.SWITCH, Point.VERIFY, Point.MARKER_READY_TO_COMMIT, Point.COMMIT)
+LINGER_SECONDS = 1.0
+"""How long the service stays at a gated point before it dies, so that what slips through has time to reach a client."""
+
 # Where bytes are written that may find no room.
 WRITES = (
     Point.APPEND_RECORD,
@@ -94,6 +99,11 @@ class Kill:
     occurrence: int = 1
     then: tuple[Point, Side] | None = None  # where the service dies again while it recovers
     hangs: bool = False  # the victim is not killed but stopped: it has to be noticed
+
+    @property
+    def linger(self) -> float:
+        gated = (self.point in GATED) and (self.point, self.side) not in ((GATED[0], "before"), (GATED[-1], "after"))
+        return LINGER_SECONDS if gated and self.victim == "service" else 0.0
 
     @property
     def name(self) -> str:

@@ -120,9 +120,10 @@ class Run:
         pid = 0 if kill.victim == self.kind.owner(kill.point) else victim
         if kill.trigger == "rollback":
             self._quiet()
-        deployment.arm(self._plan(kill.point, kill.side, kill.occurrence, pid, "SIGSTOP" if kill.hangs else "SIGKILL"))
+        how: Signal = "SIGSTOP" if kill.hangs else "SIGKILL"
+        deployment.arm(self._plan(kill.point, kill.side, kill.occurrence, pid, how, kill.linger))
         self._trigger(kill.trigger)
-        died_at = self._wait_for_point(f"{kill.point} {kill.side}")
+        died_at = self._wait_for_point(f"{kill.point} {kill.side}") + kill.linger
         self.load.reporting.set()
         return died_at
 
@@ -312,6 +313,14 @@ class Run:
                     answer = self.deployment.client.post(f"/reef/scenarios/{scenario}/rollback", {"release_id": "0"})
                     self._based[scenario] = answer["number"]
 
-    def _plan(self, point: Point, side: Side, occurrence: int = 1, pid: int = 0, signal: Signal = "SIGKILL") -> Plan:
+    def _plan(
+        self,
+        point: Point,
+        side: Side,
+        occurrence: int = 1,
+        pid: int = 0,
+        signal: Signal = "SIGKILL",
+        linger: float = 0.0,
+    ) -> Plan:
         name = f"{len(self.session.outcomes)}-{time.monotonic_ns()}"
-        return Plan(name=name, point=point, side=side, occurrence=occurrence, pid=pid, signal=signal)
+        return Plan(name=name, point=point, side=side, occurrence=occurrence, pid=pid, signal=signal, linger=linger)

@@ -97,6 +97,7 @@ class Plan(msgspec.Struct, kw_only=True, frozen=True):
     occurrence: int = 1
     pid: int = 0
     signal: Signal = "SIGKILL"
+    linger: float = 0.0  # seconds between reaching the point and the signal; everybody else goes on meanwhile
 
 
 def plan_kill(path: Path, plan: Plan) -> None:
@@ -121,26 +122,33 @@ class FaultInjection:
         self._reached = 0
 
     def reach(self, point: Point, side: Side) -> None:
+        if (plan := self._claim(point, side)) is None:
+            return
+        time.sleep(plan.linger)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(plan.pid or os.getpid(), signal.Signals[plan.signal])
+        if not plan.pid and plan.signal == "SIGKILL":
+            time.sleep(60.0)  # until the signal is delivered
+
+    def _claim(self, point: Point, side: Side) -> Plan | None:
+        """The plan, if this is where it fires; nobody else gets it then."""
         with self._lock:
             try:
                 plan = msgspec.json.decode(self._path.read_bytes(), type=Plan)
             except FileNotFoundError:
-                return
+                return None
             if (plan.point, plan.side) != (point, side):
-                return
+                return None
             if plan.name != self._name:
                 self._name, self._reached = plan.name, 0
             self._reached += 1
             if self._reached < plan.occurrence:
-                return
+                return None
             try:
                 self._path.rename(fired(self._path))
             except FileNotFoundError:  # another process was faster
-                return
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(plan.pid or os.getpid(), signal.Signals[plan.signal])
-            if not plan.pid and plan.signal == "SIGKILL":
-                time.sleep(60.0)  # until the signal is delivered
+                return None
+            return plan
 
 
 class _Crossing(AbstractContextManager[None]):
