@@ -147,8 +147,7 @@ class Deployment:
         deadline = time.monotonic() + seconds
         while left := self.processes():
             if time.monotonic() > deadline:
-                names = [Path(f"/proc/{pid}/cmdline").read_bytes()[:200].replace(b"\0", b" ") for pid in left]
-                raise Unrecovered(f"processes {left} outlived the service by {seconds:g} s: {names}")
+                raise Unrecovered(f"these outlived the service by {seconds:g} s: {[_command(pid) for pid in left]}")
             time.sleep(0.02)
 
     # ------------------------------------------------------------------ plans
@@ -204,6 +203,12 @@ class Deployment:
     def tail(self, lines: int = 15) -> str:
         """The end of the service's log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return f"{pid} {Path(f'/proc/{pid}/cmdline').read_bytes()[:200].replace(bytes(1), b' ').decode()}"
+    return str(pid)
 
 
 def _free_port() -> int:

@@ -12,7 +12,7 @@ from crash.clock import Clock
 from crash.deployment import Deployment, Unrecovered
 from crash.run import FLAGS, SCENARIOS
 
-SECONDS = 120.0
+SECONDS = 180.0
 DAY = 86400.0
 BODY = {"model": "any", "messages": [{"role": "user", "content": "And now?"}], "max_tokens": 4}
 RELEASES = f"/reef/scenarios/{SCENARIOS[0]}/releases"

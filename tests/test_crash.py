@@ -74,7 +74,7 @@ def stream(model: Path, parts: list[tuple[Any, int]]) -> list[tuple[int, float]]
     return seen
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_nothing_is_lost_and_everything_serves_again(model, tmp_path):
     with Run(KINDS[0], model, tmp_path / "run") as run:
         problems = [problem for kill in KILLS for problem in run.kill(kill).problems]
