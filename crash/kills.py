@@ -61,6 +61,24 @@ RECOVERY: tuple[tuple[tuple[Point, Side], tuple[Point, Side]], ...] = (
 )
 
 
+# What a coordinator in a process of its own crosses instead of the service.
+COORDINATED = (
+    *(point for point in Point if point.name.startswith("MARKER_")),
+    Point.BLOB,
+    Point.CHECKPOINT,
+    Point.TRAIN,
+    Point.STAGE,
+    Point.PROBE,
+    Point.PAUSE,
+    Point.SWITCH,
+    Point.VERIFY,
+    Point.RESUME,
+    Point.DROP,
+    Point.RESTORE,
+    Point.RESTART_ENGINES,
+    Point.RESTART_TRAINER,
+)
+
 # Between these, the engines hold weights that are not committed, and clients must not see a token of them.
 GATED = (Point.SWITCH, Point.VERIFY, Point.MARKER_READY_TO_COMMIT, Point.COMMIT)
 LINGER_SECONDS = 1.0
@@ -103,7 +121,7 @@ class Kill:
     @property
     def linger(self) -> float:
         gated = (self.point in GATED) and (self.point, self.side) not in ((GATED[0], "before"), (GATED[-1], "after"))
-        return LINGER_SECONDS if gated and self.victim == "service" else 0.0
+        return LINGER_SECONDS if gated and self.victim in ("service", "coordinator") else 0.0
 
     @property
     def name(self) -> str:
@@ -148,6 +166,12 @@ def _kind(mode: str, pause: str, executor: str = "mp", needs: tuple[str, ...] = 
     return Kind(name, {**flags, **{f"training.{key}": value for key, value in more.items()}}, needs)
 
 
+def _coordinated(kind: Kind) -> Kind:
+    """The same with the coordinator in a process of its own."""
+    flags = {**kind.flags, "execution.runtime": "executor_training"}
+    return replace(kind, name=f"{kind.name}-coordinator", flags=flags, owners=dict.fromkeys(COORDINATED, "coordinator"))
+
+
 KINDS = (
     _kind("lora", "in_place"),
     _kind("full", "retract"),
@@ -156,6 +180,7 @@ KINDS = (
     _kind("lora", "in_place", "ray", needs=("ray",)),
     _kind("full", "retract", "ray", needs=("ray",)),
     replace(_kind("lora", "in_place"), name="lora-in_place-full_disk", disk=True),
+    _coordinated(_kind("lora", "in_place")),
 )
 
 
@@ -169,8 +194,8 @@ def kills_of(kind: Kind) -> list[Kill]:
     found += [Kill(point, side, "trainer") for point in TRAINER_DIES_AT for side in SIDES]
     found += [Kill(point, side, "service", "rollback") for point in ROLLBACK_DIES_AT for side in SIDES]
     found.append(Kill(Point.APPEND_RECORD, "after", "engine", hangs=True))
-    for (point, side), then in RECOVERY:
-        found.append(Kill(point, side, "service", then=then))
+    if not kind.owners:
+        found += [Kill(point, side, "service", then=then) for (point, side), then in RECOVERY]
     return found
 
 
