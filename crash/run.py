@@ -21,8 +21,8 @@ from reef.errors import ReefError
 from reef.points import Plan, Point, Side, Signal
 
 SCENARIOS = ["alpha", "beta"]
-REACH_SECONDS = 180.0
-RECOVER_SECONDS = 180.0
+REACH_SECONDS = 600.0
+RECOVER_SECONDS = 600.0
 FLAGS: dict[str, object] = {
     "inference.threads": 1,
     "inference.kv-cache-tokens": 8192,
@@ -36,8 +36,8 @@ FLAGS: dict[str, object] = {
 }
 BACK_TO_BASE_EVERY = 15
 """Releases between two rollbacks to release 0: random scores for hours would teach the model something extreme."""
-WORKER_DEATHS = 3
-"""Of one component in one service's life; it gives up at the fourth within five minutes."""
+WORKER_DEATHS, WORKER_SECONDS = 3, 310.0
+"""Of one component in one service's life: it gives up at the fourth within five minutes."""
 
 
 class Run:
@@ -52,7 +52,7 @@ class Run:
         self.audit = Audit(self.deployment.client, self.load.ledger, self.rescorer, seed)
         self.session = Session(kind=kind.name)
         self._begun = time.monotonic()
-        self._deaths: dict[str, int] = {}
+        self._deaths: dict[str, list[float]] = {}  # of each worker, when
         self._made = 0
         self._based: dict[str, int] = {}  # number of the last release that went back to the base
 
@@ -271,12 +271,15 @@ class Run:
         victim = kill.trigger.partition(" ")[0] if kill.trigger.endswith("dies") else kill.victim
         if victim == "service":
             return
-        if self._deaths.get(victim, 0) >= WORKER_DEATHS:
+        now = time.monotonic()
+        recent = [died_at for died_at in self._deaths.get(victim, []) if now - died_at < WORKER_SECONDS]
+        if len(recent) >= WORKER_DEATHS:
             self.deployment.stop()
             self._deaths.clear()
             self.deployment.start()
             self.deployment.wait_until_healthy(RECOVER_SECONDS)
-        self._deaths[victim] = self._deaths.get(victim, 0) + 1
+            recent = []
+        self._deaths[victim] = [*recent, time.monotonic()]
 
     def _start_over(self) -> None:
         """After a failure: nothing of the last run is left, and the next kill finds a deployment that serves."""
