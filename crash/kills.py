@@ -22,7 +22,16 @@ TRIGGERS: dict[Point, Trigger] = {
     Point.RESTART_TRAINER: "trainer dies",
 }
 ONLY_RETRACT = {Point.ENGINE_FLUSH}
-ONLY_COLOCATED = {Point.ENGINE_RELEASE_MEMORY, Point.ENGINE_RESTORE_MEMORY}
+ONLY_COLOCATED = {
+    Point.MEMORY_RELEASE,
+    Point.MEMORY_RESTORE,
+    Point.TAKE_DEVICE,
+    Point.GIVE_BACK_DEVICE,
+    Point.ENGINE_RELEASE_MEMORY,
+    Point.ENGINE_RESTORE_MEMORY,
+    Point.TRAINER_RELEASE_MEMORY,
+    Point.TRAINER_RESTORE_MEMORY,
+}
 
 # Where the service stands when somebody else dies.
 ENGINE_DIES_AT = (
@@ -42,6 +51,7 @@ ENGINE_DIES_AT = (
     Point.MARKER_REJECTING,
 )
 TRAINER_DIES_AT = (Point.MARKER_RUNNING, Point.TRAIN, Point.MARKER_CHECKPOINT, Point.COMMIT, Point.MARKER_COMPLETE)
+HAND_OVERS = (Point.MEMORY_RELEASE, Point.TAKE_DEVICE, Point.GIVE_BACK_DEVICE, Point.MEMORY_RESTORE)  # of both workers
 ROLLBACK_DIES_AT = (Point.MARKER_CHECKPOINT, Point.PAUSE, Point.MARKER_READY_TO_COMMIT, Point.COMMIT, Point.RESUME)
 
 # A second death, of the service that recovers from the first.
@@ -152,11 +162,15 @@ class Kind:
     def reaches(self, point: Point) -> bool:
         if point in ONLY_RETRACT:
             return self.flags["inference.pause-mode"] == "retract"
-        return point not in ONLY_COLOCATED or bool(self.flags.get("training.colocate"))
+        return point not in ONLY_COLOCATED or self.colocated
 
     def owner(self, point: Point) -> str:
         """The component whose process crosses it."""
         return self.owners.get(point, point.component)
+
+    @property
+    def colocated(self) -> bool:
+        return self.flags.get("training.colocate") == "true"
 
 
 def _kind(mode: str, pause: str, executor: str = "mp", needs: tuple[str, ...] = (), **more: object) -> Kind:
@@ -181,6 +195,8 @@ KINDS = (
     _kind("full", "retract", "ray", needs=("ray",)),
     replace(_kind("lora", "in_place"), name="lora-in_place-full_disk", disk=True),
     _coordinated(_kind("lora", "in_place")),
+    _kind("lora", "retract", colocate="true"),
+    _kind("full", "retract", colocate="true"),
 )
 
 
@@ -192,6 +208,8 @@ def kills_of(kind: Kind) -> list[Kill]:
     found = [Kill(point, side, kind.owner(point), TRIGGERS.get(point, "load")) for point in points for side in SIDES]
     found += [Kill(point, side, "engine") for point in ENGINE_DIES_AT for side in SIDES]
     found += [Kill(point, side, "trainer") for point in TRAINER_DIES_AT for side in SIDES]
+    if kind.colocated:
+        found += [Kill(point, side, who) for point in HAND_OVERS for side in SIDES for who in ("engine", "trainer")]
     found += [Kill(point, side, "service", "rollback") for point in ROLLBACK_DIES_AT for side in SIDES]
     found.append(Kill(Point.APPEND_RECORD, "after", "engine", hangs=True))
     if not kind.owners:
