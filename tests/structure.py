@@ -27,12 +27,13 @@ ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(MIDDLE, BASE),
     "runtime": BASE | {"records", "artifact", "recipe"},  # no integration: neither inference nor train
     "scenario": BASE | MIDDLE | {"runtime"},
+    "verify": BASE | {"records", "artifact", "inference"},  # re-scores what is recorded; no engine, no trainer
     "service": BELOW_SERVICE,
     "demo.model": {"reef", "errors"},
     "demo": BELOW_SERVICE | {"service", "client", "demo.model"},
     "config": BELOW_SERVICE | {"service"},
     "doctor": BELOW_SERVICE | {"service", "config", "client"},
-    "cli": BELOW_SERVICE | {"service", "config", "client", "doctor", "demo", "demo.model"},
+    "cli": BELOW_SERVICE | {"service", "config", "client", "doctor", "demo", "demo.model", "verify"},
 }
 
 # What a base install has besides the standard library.
@@ -45,6 +46,7 @@ INTEGRATIONS = (
     "reef.train.objectives",
     "reef.runtime.executor.ray",
     "reef.demo",
+    "reef.verify.reference",
 )
 
 FORBIDDEN_NAMES = {"Protocol", "runtime_checkable", "TYPE_CHECKING"}

@@ -62,6 +62,14 @@ class Span:
     runtime_load_id: str
 
 
+@dataclass(slots=True, frozen=True)
+class Grammar:
+    """What the output must match, from its first token to its end token."""
+
+    kind: str  # "json_schema", "json_object", "regex" or "choice"
+    value: str  # JSON text of the schema, the regular expression, or a JSON list of strings; "" with json_object
+
+
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """What to do with the logits. `temperature` 0 is greedy. Zero or 1.0 means "off" as noted."""
@@ -80,6 +88,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None  # reproducible whatever else is in the batch
     top_logprobs: int = 0  # alternatives reported for each output token
+    grammar: Grammar | None = None  # tokens that break it are never drawn; `logprobs` stay those of the model
 
 
 @dataclass(slots=True, kw_only=True)
@@ -583,6 +592,16 @@ class WeightLoad:
 
 
 @dataclass(slots=True, kw_only=True)
+class PrefixUse:
+    """What prefix sharing did for one lane, since the engine was started."""
+
+    prompt_tokens: int = 0  # of the requests that were admitted
+    hit_tokens: int = 0  # of those, found in the prefix cache
+    hit_bytes: int = 0  # of keys and values that hits made unnecessary to compute
+    recomputed_tokens: int = 0  # computed again, because a publication or want of pages had dropped them
+
+
+@dataclass(slots=True, kw_only=True)
 class EngineReport:
     """What one engine says of itself; verification compares it with what was asked."""
 
@@ -595,7 +614,9 @@ class EngineReport:
     running: int
     waiting: int
     leaked: dict[str, str] = field(default_factory=dict)  # runtime load ID -> why it could not be freed
+    dtype: str = ""  # what it computes in, "float32" or "bfloat16"; empty: unknown
     stats: dict[str, float] = field(default_factory=dict)
+    prefixes: dict[str, PrefixUse] = field(default_factory=dict)  # by lane
 
 
 class InferenceBackend(ABC):

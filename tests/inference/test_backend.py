@@ -23,7 +23,7 @@ from reef.inference.local.backend import LocalBackend
 from reef.inference.local.client import LocalHandler
 from reef.runtime.executor import make_executor
 from reef.runtime.interfaces import BASE_LOAD_ID, Ending, EngineReport, MemoryRegion, PauseMode, WeightKind, WeightLoad
-from tests.inference.engines import Reader, ask, other_weights, run, tiny_config
+from tests.inference.engines import Reader, ask, control, other_weights, run, tiny_config
 
 LOAD = WeightLoad(runtime_load_id="engine:1", content_id="c1", kind=WeightKind.FULL, path="/some/where")
 
@@ -65,10 +65,6 @@ async def client(backend):
     await handler.connect()
     yield handler
     await handler.close()
-
-
-async def control(function, *args):
-    return await asyncio.to_thread(function, *args)
 
 
 def test_two_replicas_share_the_load_and_agree(pair):
