@@ -7,13 +7,22 @@ import sqlite3
 from pathlib import Path
 
 from reef.errors import StorageError
+from reef.records.sql import Connection
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x52454546  # "REEF" in the file's header: never write into someone else's database
 
+
+
+class SqliteConnection(sqlite3.Connection, Connection):
+    """SQLite's own connection, under this room's contract."""
+
+
 # Records, releases, commits and consumption are append-only. `pending` and `counts` are derived from them, kept up in
-# the same transactions, so that starting and asking never scan.
-_TABLES = """
+# the same transactions, so that starting and asking never scan. Each step makes the next version of the one before;
+# a new file goes through all of them. (PostgreSQL has its own, in migrations/; a base install has no tool for that.)
+_STEPS = (
+    """
 CREATE TABLE records (
     seq INTEGER PRIMARY KEY,
     record_id TEXT NOT NULL UNIQUE,
@@ -65,7 +74,15 @@ CREATE TABLE sequences (name TEXT PRIMARY KEY, n INTEGER NOT NULL);
 INSERT INTO sequences VALUES ('load', 0);
 CREATE TABLE probe (filler BLOB NOT NULL);
 INSERT INTO probe VALUES (x'');
-"""
+""",
+    """
+ALTER TABLE consumption ADD COLUMN purged INTEGER NOT NULL DEFAULT 0;
+CREATE INDEX consumption_unpurged ON consumption (seq) WHERE purged = 0;
+INSERT INTO counts SELECT scenario, 'bytes', sum(length(payload)) FROM records GROUP BY scenario;
+CREATE TABLE lease (holder TEXT NOT NULL, epoch INTEGER NOT NULL, expires REAL NOT NULL);
+INSERT INTO lease VALUES ('', 0, 0);
+""",
+)
 
 
 def create_or_verify(path: Path, busy_timeout: float) -> None:
@@ -89,9 +106,11 @@ def create_or_verify(path: Path, busy_timeout: float) -> None:
     _sync_directory(path.parent)
 
 
-def connect_writer(path: Path, busy_timeout: float) -> sqlite3.Connection:
+def connect_writer(path: Path, busy_timeout: float) -> SqliteConnection:
     """A connection whose commits are durable: WAL, one fsync each (https://www.sqlite.org/pragma.html)."""
-    connection = sqlite3.connect(path, timeout=busy_timeout, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(
+        path, timeout=busy_timeout, isolation_level=None, check_same_thread=False, factory=SqliteConnection
+    )
     try:
         (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
         if mode != "wal":
@@ -104,17 +123,18 @@ def connect_writer(path: Path, busy_timeout: float) -> sqlite3.Connection:
     return connection
 
 
-def connect_reader(path: Path, busy_timeout: float) -> sqlite3.Connection:
+def connect_reader(path: Path, busy_timeout: float) -> SqliteConnection:
     return sqlite3.connect(
         f"{path.absolute().as_uri()}?mode=ro",
         uri=True,
         timeout=busy_timeout,
         isolation_level=None,
         check_same_thread=False,
+        factory=SqliteConnection,
     )
 
 
-def explain(error: sqlite3.Error, path: Path) -> StorageError:
+def explain(error: Exception, path: Path) -> StorageError:
     """The StorageError for `error`, saying what a person can do."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code, without its extension
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
@@ -135,14 +155,17 @@ def _verify(connection: sqlite3.Connection, path: Path) -> None:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if tables == 0:
-        for statement in _TABLES.split(";\n"):
-            connection.execute(statement)
+        version = 0
         connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
     elif application != APPLICATION_ID:
         raise StorageError(f"{path} is a database of another program: choose another storage.path")
-    elif version != SCHEMA_VERSION:
+    elif version > SCHEMA_VERSION:
         raise StorageError(f"{path} has schema {version}, this Reef knows {SCHEMA_VERSION}: use the Reef that wrote it")
+    if version < SCHEMA_VERSION:
+        for step in _STEPS[version:]:
+            for statement in step.split(";\n"):
+                connection.execute(statement)
+        connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
     connection.execute("COMMIT")
 
 

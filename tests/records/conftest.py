@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from reef.records.sqlite import SqliteStorage
 from reef.runtime.interfaces import Storage
 
 Factory = Callable[[], Storage]
+_numbers = itertools.count()
 
 
 @pytest.fixture
@@ -25,11 +28,32 @@ async def _bounded(awaitable):
     return await asyncio.wait_for(awaitable, 60)
 
 
-@pytest.fixture(params=["sqlite"])
-def make_storage(request: pytest.FixtureRequest, tmp_path: Path) -> Factory:
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    """A server for the session; each test has a schema of its own."""
+    if find_spec("psycopg") is None:
+        pytest.skip("psycopg is not installed")
+    from tests.records.postgres_server import start_server
+
+    server = start_server(tmp_path_factory.mktemp("postgres"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def schema() -> str:
+    return f"test_{next(_numbers)}"
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def make_storage(request: pytest.FixtureRequest, tmp_path: Path, schema: str) -> Factory:
     """A factory of storages that all are the same database; not opened yet."""
-    assert request.param == "sqlite"
-    return lambda: SqliteStorage(tmp_path / "reef.db")
+    if request.param == "sqlite":
+        return lambda: SqliteStorage(tmp_path / "reef.db")
+    server = request.getfixturevalue("postgres")
+    from reef.records.postgres import PostgresStorage
+
+    return lambda: PostgresStorage(server.url, schema=schema)
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def test_a_typical_exchange_takes_less_than_a_kilobyte_of_file(storage, path, ru
 
 
 def test_every_commit_is_synced(storage, run):
-    connection = schema.connect_writer(storage._path, 1.0)
+    connection = schema.connect_writer(storage.database.path, 1.0)
     (synchronous,) = connection.execute("PRAGMA synchronous").fetchone()
     (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
     connection.close()
@@ -73,8 +73,8 @@ def _transactions(path: Path) -> int:
 
 def test_a_newer_schema_is_refused(storage, path, run):
     run(storage.close())
-    _execute(path, "PRAGMA user_version=2")
-    with pytest.raises(StorageError, match=r"reef.db has schema 2, this Reef knows 1: use the Reef that wrote it"):
+    _execute(path, "PRAGMA user_version=3")
+    with pytest.raises(StorageError, match=r"reef.db has schema 3, this Reef knows 2: use the Reef that wrote it"):
         run(SqliteStorage(path).open())
 
 
@@ -228,7 +228,7 @@ def _fill(path: Path, exchanges: int, reports: int) -> None:
         row = codec.encode(report(f"r{number}"))
         connection.execute(statement, (number, f"r{number}", RecordKind.REPORT, row.digest, row.payload))
     connection.executemany(
-        "INSERT INTO consumption VALUES (?, 's', 1, ?, 'trained', '')", ((n, n) for n in numbers[:-3])
+        "INSERT INTO consumption VALUES (?, 's', 1, ?, 'trained', '', 0)", ((n, n) for n in numbers[:-3])
     )
     connection.executemany("INSERT INTO pending VALUES ('s', ?)", ((n,) for n in numbers[-3:]))
     connection.execute("INSERT INTO counts VALUES ('s', 'inference', ?)", (exchanges,))
