@@ -29,7 +29,7 @@ from msgspec import inspect as kinds
 from reef.errors import ConfigError
 from reef.inference.local.config import LocalConfig
 from reef.recipe.config import EvaluationConfig, RecipeConfig
-from reef.records.config import StorageConfig
+from reef.records.config import PostgresConfig, SqliteConfig
 from reef.runtime.deployment import ExecutionConfig
 from reef.service.config import NoTraining, ObservabilityConfig, ReefConfig, ServiceConfig
 from reef.train.torch_backend.config import TorchConfig
@@ -44,7 +44,7 @@ SECTIONS: dict[str, dict[str, type[msgspec.Struct]]] = {
     "inference": {"local": LocalConfig},
     "training": {"none": NoTraining, "torch": TorchConfig},
     "recipe": {"": RecipeConfig},
-    "storage": {"": StorageConfig},
+    "storage": {"sqlite": SqliteConfig, "postgres": PostgresConfig},
     "execution": {"": ExecutionConfig},
     "evaluation": {"": EvaluationConfig},
     "observability": {"": ObservabilityConfig},

@@ -41,6 +41,8 @@ INTEGRATIONS = (
     "reef.inference.local",
     "reef.train.torch_backend",
     "reef.train.objectives",
+    "reef.records.migrations",
+    "reef.records.postgres",
     "reef.runtime.executor.ray",
     "reef.demo",
 )

@@ -214,9 +214,8 @@ def _insert_release(connection: Connection, release: Release) -> None:
 def _consume(connection: Connection, commit: Commit) -> None:
     """Writers run one after another, so what was looked up stays true until the end of the transaction."""
     ids = [consumption.record_id for consumption in commit.consumed]
-    found = select_in(
-        connection, "SELECT record_id, seq FROM records WHERE scenario = ? AND record_id IN ({})", [commit.scenario], ids
-    )
+    statement = "SELECT record_id, seq FROM records WHERE scenario = ? AND record_id IN ({})"
+    found = select_in(connection, statement, [commit.scenario], ids)
     sequences: dict[str, int] = dict(found)
     spent = select_in(connection, "SELECT seq FROM consumption WHERE seq IN ({})", [], list(sequences.values()))
     taken = {sequence for (sequence,) in spent}

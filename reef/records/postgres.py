@@ -7,16 +7,15 @@ server never holds up the event loop.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg import errors
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from psycopg_pool import ConnectionPool
+from psycopg_pool import ConnectionPool, PoolTimeout
 
 from reef.errors import ReefError, StorageError
 from reef.records import postgres_schema, rows
@@ -25,15 +24,19 @@ from reef.records.sql import Connection, Database
 from reef.records.store import SqlStorage
 from reef.records.writer import GroupWriter, Outcome, Waiting
 
+T = TypeVar("T")
 
 log = logging.getLogger("reef.records")
 
-IDLE_SECONDS = 10
-"""The server ends a transaction whose process says nothing for so long: a frozen one must not keep others from writing."""
+IDLE_SECONDS = 10.0
+"""The server ends a transaction whose process says nothing for so long: a frozen one must not keep others waiting."""
 
 # Worth another attempt: conflicts with other transactions, and what a server that goes down or comes up says.
 _CONFLICTS = (errors.SerializationFailure, errors.DeadlockDetected)
 _AWAY = (errors.AdminShutdown, errors.CrashShutdown, errors.CannotConnectNow, errors.IdleInTransactionSessionTimeout)
+
+_FULL = ("too many clients", "connection slots")
+_REFUSED = ("authentication failed", "no password supplied", "no pg_hba.conf entry", "is not permitted to log in")
 
 # One statement, so that a group of appends costs one round trip. Inserting in the given order numbers them in it.
 _APPEND = """
@@ -88,11 +91,13 @@ class PostgresDatabase(Database):
         except psycopg.ProgrammingError:
             given = None  # psycopg's message may hold the password
         if given is None:
-            raise StorageError("storage.url is not a URL that PostgreSQL understands: postgresql://user@host:port/database")
+            raise StorageError(
+                "storage.url is not a URL that PostgreSQL understands: postgresql://user@host:port/database"
+            )
         self.schema = schema
         self._connect_timeout = connect_timeout
         self._lock_timeout = lock_timeout
-        defaults = {
+        defaults: dict[str, Any] = {
             "application_name": "reef",
             "connect_timeout": max(2, round(connect_timeout)),
             "tcp_user_timeout": round(1000 * connect_timeout),  # milliseconds; a server that vanished is noticed
@@ -116,6 +121,18 @@ class PostgresDatabase(Database):
         except psycopg.Error as error:
             raise self.explain(error) from error
 
+    def describe(self) -> str:
+        try:
+            with self.raw_connection() as raw:
+                found = postgres_schema.version(raw, self.schema, self.name)
+                server = f"{raw.info.server_version // 10000}.{raw.info.server_version % 10000}"
+                fsync = self._durability(raw)[1]
+        except psycopg.Error as error:
+            raise self.explain(error) from error
+        state = "is made on first use" if found is None else f"has version {found}"
+        warning = "; fsync is off: what it acknowledges does not survive its machine" if fsync == "off" else ""
+        return f"{self.name} (server {server}) {state}{warning}"
+
     def raw_connection(self) -> psycopg.Connection[Any]:
         """Without the schema's tables in its path, and not in autocommit mode."""
         return psycopg.connect(self._conninfo)
@@ -125,7 +142,7 @@ class PostgresDatabase(Database):
         try:
             self._prepare(raw)
             raw.execute(f"SET lock_timeout = {round(1000 * self._lock_timeout)}")
-            raw.execute(f"SET idle_in_transaction_session_timeout = {1000 * IDLE_SECONDS}")
+            raw.execute(f"SET idle_in_transaction_session_timeout = {round(1000 * IDLE_SECONDS)}")
             synchronous, fsync = self._durability(raw)
             if synchronous in ("off", "local"):
                 raw.execute("SET synchronous_commit = on")
@@ -149,37 +166,31 @@ class PostgresDatabase(Database):
         # Sequence numbers are drawn before they are visible: without the lock, readers could pass over late ones.
         connection.execute("BEGIN ISOLATION LEVEL READ COMMITTED; LOCK TABLE write_order IN EXCLUSIVE MODE")
 
-    @contextmanager
-    def reading(self) -> Iterator[Connection]:
-        try:
-            pool, raw = self._begin_reading()
-            try:
-                yield PostgresConnection(raw)
-                raw.execute("COMMIT")
-            except BaseException:
-                if not raw.closed:
-                    raw.rollback()
-                raise
-            finally:
-                pool.putconn(raw)
-        except psycopg.Error as error:
-            raise self.explain(error) from error
-
-    def _begin_reading(self) -> tuple[ConnectionPool[Any], psycopg.Connection[Any]]:
-        """Connections of the pool may have died while they were idle: the first statement tells."""
+    def read(self, query: Callable[[Connection], T]) -> T:
+        """Connections of the pool may have died while they were idle, or die now: then the next one is asked."""
         pool = self._open_pool()
-        for _ in range(self._connections + 1):
+        attempt = 0
+        while True:
             try:
-                raw = pool.getconn()
-            except psycopg.OperationalError:
-                self.raw_connection().close()  # raises what the pool does not say: why it has none
-                raise
-            try:
-                raw.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-                return pool, raw
-            except psycopg.OperationalError:
-                pool.putconn(raw)
-        raise psycopg.OperationalError("every connection was lost as soon as it was used")
+                return self._read_once(pool, query)
+            except psycopg.Error as error:
+                attempt += 1
+                if attempt > self._connections or isinstance(error, PoolTimeout) or not self.worth_repeating(error):
+                    raise self.explain(error) from error
+
+    def _read_once(self, pool: ConnectionPool[Any], query: Callable[[Connection], T]) -> T:
+        try:
+            raw = pool.getconn()
+        except PoolTimeout:
+            self.raw_connection().close()  # raises what the pool does not say: why it has none
+            raise
+        try:
+            raw.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+            result = query(PostgresConnection(raw))
+            raw.execute("COMMIT")
+            return result
+        finally:
+            pool.putconn(raw)  # which rolls back what is still open
 
     def _open_pool(self) -> ConnectionPool[Any]:
         if self._pool is None:
@@ -212,7 +223,7 @@ class PostgresDatabase(Database):
             return StorageError(f"no space left for {self.name}: nothing was stored; free some and try again")
         if isinstance(error, errors.LockNotAvailable):
             return StorageError(f"another process holds {self.name} ({text}): nothing was stored")
-        if isinstance(error, errors.TooManyConnections) or "too many clients" in text or "connection slots" in text:
+        if isinstance(error, errors.TooManyConnections) or any(sign in text for sign in _FULL):
             return StorageError(f"{self.name} has no connection left ({text}): raise max_connections")
         if _refused_user(text):
             return StorageError(f"{self.name} refuses the user or password of storage.url: {text}")
@@ -234,9 +245,10 @@ class PostgresDatabase(Database):
     def worth_repeating(self, error: Exception) -> bool:
         if isinstance(error, (*_CONFLICTS, *_AWAY)):
             return True
-        text = str(error)
-        unknown = "does not exist" in text or "too many clients" in text or "connection slots" in text
-        return isinstance(error, psycopg.OperationalError) and not error.sqlstate and not _refused_user(text) and not unknown
+        if not isinstance(error, psycopg.OperationalError) or error.sqlstate:
+            return False
+        text = str(error)  # libpq gives no code for what keeps it from connecting
+        return not _refused_user(text) and not any(sign in text for sign in ("does not exist", *_FULL))
 
     def roll_back(self, connection: Connection) -> None:
         assert isinstance(connection, PostgresConnection)
@@ -244,8 +256,7 @@ class PostgresDatabase(Database):
 
 
 def _refused_user(text: str) -> bool:
-    signs = ("authentication failed", "no password supplied", "no pg_hba.conf entry", "is not permitted to log in")
-    return any(sign in text for sign in signs) or ('role "' in text and "does not exist" in text)
+    return any(sign in text for sign in _REFUSED) or ('role "' in text and "does not exist" in text)
 
 
 @dataclass(slots=True, frozen=True)
@@ -300,8 +311,8 @@ class PostgresWriter(GroupWriter):
         if appends:
             stored = append_all(connection, [encoded for encoded, _ in appends])
             for (_, future), result in zip(appends, stored, strict=True):
-                failed = isinstance(result, Exception)
-                outcomes.append((future, None, result) if failed else (future, result, None))
+                error = result if isinstance(result, Exception) else None
+                outcomes.append((future, result, error))
         others = [waiting for waiting in group if not isinstance(waiting[0], Append)]
         return outcomes + super()._apply(connection, others)
 

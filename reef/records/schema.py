@@ -13,7 +13,6 @@ SCHEMA_VERSION = 2
 APPLICATION_ID = 0x52454546  # "REEF" in the file's header: never write into someone else's database
 
 
-
 class SqliteConnection(sqlite3.Connection, Connection):
     """SQLite's own connection, under this room's contract."""
 
@@ -104,6 +103,18 @@ def create_or_verify(path: Path, busy_timeout: float) -> None:
     finally:
         connection.close()
     _sync_directory(path.parent)
+
+
+def read_version(path: Path) -> int:
+    """The schema's version, looked at read-only. Raises StorageError."""
+    try:
+        connection = connect_reader(path, 1.0)
+        try:
+            return int(connection.execute("PRAGMA user_version").fetchone()[0])
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        raise explain(error, path) from error
 
 
 def connect_writer(path: Path, busy_timeout: float) -> SqliteConnection:

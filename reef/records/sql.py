@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from reef.errors import ReefError, StorageError
@@ -41,6 +40,10 @@ class Database(ABC):
         """Create the tables, bring older ones up to date, or raise StorageError saying what to do."""
 
     @abstractmethod
+    def describe(self) -> str:
+        """Look, and change nothing: what is there, for people. Raises StorageError."""
+
+    @abstractmethod
     def connect(self) -> Connection:
         """The connection that writes; its commits are durable when they return."""
 
@@ -52,8 +55,8 @@ class Database(ABC):
         """
 
     @abstractmethod
-    def reading(self) -> AbstractContextManager[Connection]:
-        """A connection for reads, in one snapshot. Raises StorageError for what the driver raises inside."""
+    def read(self, query: Callable[[Connection], T]) -> T:
+        """Run a query that changes nothing in one snapshot, again if need be; StorageError for the driver's errors."""
 
     @abstractmethod
     def close_readers(self) -> None: ...

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from reef.errors import StorageError
 from reef.records import chain, rows, schema
@@ -15,6 +15,8 @@ from reef.records.codec import Encoded
 from reef.records.sql import Connection, Database
 from reef.records.store import SqlStorage
 from reef.runtime.interfaces import RecordKind
+
+T = TypeVar("T")
 
 # These mean that the caller's values or conditions are wrong; every other error of SQLite condemns the transaction.
 _OF_ONE_OPERATION = (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceError)
@@ -39,19 +41,22 @@ class SqliteDatabase(Database):
     def create_or_verify(self) -> None:
         schema.create_or_verify(self.path, self._busy_timeout)
 
+    def describe(self) -> str:
+        version = schema.read_version(self.path) if self.path.exists() else None
+        return f"{self.path} is made on first use" if version is None else f"{self.path} has schema {version}"
+
     def connect(self) -> Connection:
         return schema.connect_writer(self.path, self._busy_timeout)
 
     def begin(self, connection: Connection) -> None:
         connection.execute("BEGIN IMMEDIATE")
 
-    @contextmanager
-    def reading(self) -> Iterator[Connection]:
+    def read(self, query: Callable[[Connection], T]) -> T:
         try:
             connection = self._own_connection()
             connection.execute("BEGIN")
             try:
-                yield connection
+                return query(connection)
             finally:
                 connection.execute("COMMIT")
         except sqlite3.Error as error:

@@ -194,12 +194,7 @@ class SqlStorage(Storage):
     async def _read(self, query: Callable[[Connection], T]) -> T:
         if self._readers is None:
             raise self.database.closed
-        return await asyncio.get_running_loop().run_in_executor(self._readers, self._query, query)
-
-    def _query(self, query: Callable[[Connection], T]) -> T:
-        """Run on a reader thread, in one snapshot: a page must not hold a record without those before it."""
-        with self.database.reading() as connection:
-            return query(connection)
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self.database.read, query)
 
 
 def _size(record: Record) -> int:

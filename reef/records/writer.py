@@ -108,9 +108,12 @@ class GroupWriter:
                 outcomes = self._attempt(group)
                 self._reached = True
                 return outcomes
-            except (*self._database.errors, StorageError) as error:
+            except Exception as error:
+                mine = isinstance(error, self._database.errors)
+                if not mine and not isinstance(error, StorageError):
+                    raise
                 self._roll_back()
-                again = isinstance(error, self._database.errors) and self._database.worth_repeating(error)
+                again = mine and self._database.worth_repeating(error)
                 if not again or time.monotonic() >= deadline:
                     self._reached = not again
                     return [(future, None, self._failure(error)) for _, _, future in group]

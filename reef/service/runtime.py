@@ -21,7 +21,7 @@ from reef.inference.local.backend import LocalBackend
 from reef.inference.local.client import LocalHandler
 from reef.recipe.lookup import build_evaluator, build_recipe
 from reef.records.lock import DirectoryLock
-from reef.records.sqlite import SqliteStorage
+from reef.records.opening import artifacts_directory, open_storage
 from reef.runtime.deployment import CoordinatorRuntime
 from reef.runtime.interfaces import (
     Candidate,
@@ -101,12 +101,8 @@ class Deployment:
         config, data = self.config, self.data
         model = Path(config.inference.model_path)
         base = await asyncio.to_thread(base_content_id, model, data / "base-model.json")
-        self.storage: Storage = SqliteStorage(
-            Path(config.storage.path or data / "reef.db"),
-            busy_timeout=config.storage.busy_timeout,
-            read_threads=config.storage.read_threads,
-        )
-        self._contents = contents = DirectoryContentStore(data / "artifacts")
+        self.storage: Storage = open_storage(config.storage, data)
+        self._contents = contents = DirectoryContentStore(artifacts_directory(config.storage, data))
         engines = LocalBackend(config.inference, partial(self._workplace.executor, ENGINE), base_content_id=base)
         self.handler: InferenceHandler = LocalHandler(engines.socket_paths)
         tokenizer = await asyncio.to_thread(ChatTokenizer.load, model)

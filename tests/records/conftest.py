@@ -29,15 +29,14 @@ async def _bounded(awaitable):
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+def postgres() -> Iterator:
     """A server for the session; each test has a schema of its own."""
-    if find_spec("psycopg") is None:
-        pytest.skip("psycopg is not installed")
-    from tests.records.postgres_server import start_server
+    if any(find_spec(package) is None for package in ("psycopg", "psycopg_pool", "alembic")):
+        pytest.skip("reef[postgres] is not installed")
+    from tests.records.postgres_server import running_server
 
-    server = start_server(tmp_path_factory.mktemp("postgres"))
-    yield server
-    server.stop()
+    with running_server() as server:
+        yield server
 
 
 @pytest.fixture

@@ -6,7 +6,10 @@ import os
 import pwd
 import shutil
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
@@ -50,9 +53,6 @@ class Server:
     def create(self) -> None:
         if self._user is not None:
             shutil.chown(self.directory, self._user)
-            for parent in self.directory.parents:  # pytest keeps its directories to itself
-                if parent.stat().st_uid == os.geteuid() and parent != Path("/"):
-                    parent.chmod(parent.stat().st_mode | 0o011)
         password = self.directory / "password"
         password.write_text("secret")
         password.chmod(0o644)
@@ -63,8 +63,8 @@ class Server:
 
     def _run(self, program: str, *arguments: str) -> None:
         done = subprocess.run(
-            [self._programs / program, *arguments], user=self._user, cwd=self.directory, capture_output=True, timeout=60,
-            check=False, text=True, extra_groups=[] if self._user else None,
+            [self._programs / program, *arguments], user=self._user, extra_groups=[] if self._user else None,
+            cwd=self.directory, capture_output=True, timeout=60, check=False, text=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -115,11 +115,17 @@ def _exists(user: str) -> bool:
     return True
 
 
-def start_server(directory: Path) -> Server:
+@contextmanager
+def running_server() -> Iterator[Server]:
+    """Not below pytest's directories: those let nobody else in, and their names are too long for a socket."""
     programs = binaries()
     if programs is None:
         pytest.skip("no PostgreSQL server (initdb, postgres) on this machine")
-    server = Server(directory, programs)
-    server.create()
-    server.start()
-    return server
+    with tempfile.TemporaryDirectory(prefix="reef-postgres-", ignore_cleanup_errors=True) as name:
+        server = Server(Path(name), programs)
+        server.create()
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
