@@ -7,6 +7,7 @@ server never holds up the event loop.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,14 +16,13 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg import errors
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from psycopg_pool import ConnectionPool, PoolTimeout
 
 from reef.errors import ReefError, StorageError
 from reef.records import postgres_schema, rows
 from reef.records.codec import Encoded
 from reef.records.sql import Connection, Database
 from reef.records.store import SqlStorage
-from reef.records.writer import GroupWriter, Outcome, Waiting
+from reef.records.writer import RETRY_SECONDS, GroupWriter, Outcome, Waiting
 
 T = TypeVar("T")
 
@@ -84,8 +84,10 @@ class PostgresDatabase(Database):
 
     errors = (psycopg.Error,)
     clock = "extract(epoch from clock_timestamp())::float8"
+    keep_numbers = "OVERRIDING SYSTEM VALUE"
 
-    def __init__(self, url: str, schema: str, *, connections: int, connect_timeout: float, lock_timeout: float) -> None:
+    def __init__(self, url: str, schema: str, *, connect_timeout: float, lock_timeout: float) -> None:
+        super().__init__()
         try:
             given = conninfo_to_dict(url)
         except psycopg.ProgrammingError:
@@ -105,8 +107,7 @@ class PostgresDatabase(Database):
         }
         self._conninfo = make_conninfo("", **{**defaults, **given})
         self._place = f"{given.get('host') or 'local socket'}:{given.get('port') or 5432}/{given.get('dbname') or ''}"
-        self._connections = connections
-        self._pool: ConnectionPool[Any] | None = None
+        self._reached = True  # the newest read was answered: the next one is worth waiting for
 
     @property
     def name(self) -> str:
@@ -120,6 +121,17 @@ class PostgresDatabase(Database):
                 postgres_schema.create_or_verify(raw, self.schema, self.name, self.raw_connection)
         except psycopg.Error as error:
             raise self.explain(error) from error
+
+    def exists(self) -> bool:
+        try:
+            with self.raw_connection() as raw:
+                return postgres_schema.version(raw, self.schema, self.name) is not None
+        except psycopg.Error as error:
+            raise self.explain(error) from error
+
+    def continue_numbers(self, connection: Connection) -> None:
+        following = "(SELECT coalesce(max(seq), 0) + 1 FROM records)"
+        connection.execute(f"SELECT setval(pg_get_serial_sequence('records', 'seq'), {following}, false)")
 
     def describe(self) -> str:
         try:
@@ -167,49 +179,33 @@ class PostgresDatabase(Database):
         connection.execute("BEGIN ISOLATION LEVEL READ COMMITTED; LOCK TABLE write_order IN EXCLUSIVE MODE")
 
     def read(self, query: Callable[[Connection], T]) -> T:
-        """Connections of the pool may have died while they were idle, or die now: then the next one is asked."""
-        pool = self._open_pool()
-        attempt = 0
+        deadline = time.monotonic() + (self._connect_timeout if self._reached else 0.0)
         while True:
             try:
-                return self._read_once(pool, query)
+                result = self._read_once(query)
+                self._reached = True
+                return result
             except psycopg.Error as error:
-                attempt += 1
-                if attempt > self._connections or isinstance(error, PoolTimeout) or not self.worth_repeating(error):
+                self.forget_reader()
+                again = self.worth_repeating(error)
+                if not again or time.monotonic() >= deadline:
+                    self._reached = not again
                     raise self.explain(error) from error
+            time.sleep(RETRY_SECONDS)
 
-    def _read_once(self, pool: ConnectionPool[Any], query: Callable[[Connection], T]) -> T:
+    def _read_once(self, query: Callable[[Connection], T]) -> T:
+        connection = self.reader()
+        connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         try:
-            raw = pool.getconn()
-        except PoolTimeout:
-            self.raw_connection().close()  # raises what the pool does not say: why it has none
-            raise
-        try:
-            raw.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-            result = query(PostgresConnection(raw))
-            raw.execute("COMMIT")
-            return result
+            return query(connection)
         finally:
-            pool.putconn(raw)  # which rolls back what is still open
+            if not self.lost(connection):
+                connection.execute("ROLLBACK")
 
-    def _open_pool(self) -> ConnectionPool[Any]:
-        if self._pool is None:
-            self._pool = ConnectionPool(
-                self._conninfo,
-                kwargs={"autocommit": True},
-                min_size=1,
-                max_size=self._connections,
-                timeout=self._connect_timeout,
-                configure=self._prepare,
-                name="reef-readers",
-                open=True,
-            )
-        return self._pool
-
-    def close_readers(self) -> None:
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
+    def connect_reader(self) -> Connection:
+        raw = psycopg.connect(self._conninfo, autocommit=True)
+        self._prepare(raw)
+        return PostgresConnection(raw)
 
     # ------------------------------------------------------------------ errors
 
@@ -329,9 +325,7 @@ class PostgresStorage(SqlStorage):
         connect_timeout: float = 5.0,
         lock_timeout: float = 10.0,
     ) -> None:
-        database = PostgresDatabase(
-            url, schema, connections=connections, connect_timeout=connect_timeout, lock_timeout=lock_timeout
-        )
+        database = PostgresDatabase(url, schema, connect_timeout=connect_timeout, lock_timeout=lock_timeout)
         super().__init__(database, readers=connections, patience=connect_timeout)
 
     def _make_writer(self, patience: float) -> GroupWriter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -29,6 +30,11 @@ class Database(ABC):
 
     errors: tuple[type[Exception], ...]  # whatever the driver raises
     clock: str  # an expression: the server's Unix time, in seconds
+    keep_numbers = ""  # what an INSERT says that brings its own sequence numbers
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._readers: list[Connection] = []
 
     @property
     @abstractmethod
@@ -59,7 +65,39 @@ class Database(ABC):
         """Run a query that changes nothing in one snapshot, again if need be; StorageError for the driver's errors."""
 
     @abstractmethod
-    def close_readers(self) -> None: ...
+    def connect_reader(self) -> Connection: ...
+
+    def reader(self) -> Connection:
+        """This thread's connection for reads: a pool as large as the number of threads that read."""
+        connection: Connection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = self.connect_reader()
+            self._local.connection = connection
+            self._readers.append(connection)
+        return connection
+
+    def forget_reader(self) -> None:
+        """This thread begins with a fresh connection next time."""
+        connection: Connection | None = getattr(self._local, "connection", None)
+        if connection is not None:
+            self._local.connection = None
+            self._readers.remove(connection)
+            connection.close()
+
+    def close_readers(self) -> None:
+        """Once no thread reads any more."""
+        for connection in self._readers:
+            connection.close()
+        self._readers.clear()
+        self._local = threading.local()
+
+    @abstractmethod
+    def exists(self) -> bool:
+        """Whether there is something to migrate from. Raises StorageError."""
+
+    @abstractmethod
+    def continue_numbers(self, connection: Connection) -> None:
+        """New records are numbered after those that brought their own numbers."""
 
     @abstractmethod
     def explain(self, error: Exception) -> ReefError:

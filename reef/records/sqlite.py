@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,16 +22,15 @@ _OF_ONE_OPERATION = (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.Programm
 
 
 class SqliteDatabase(Database):
-    """One file. Every thread that reads keeps a connection of its own."""
+    """One file."""
 
     errors = (sqlite3.Error,)
     clock = "((julianday('now') - 2440587.5) * 86400.0)"
 
     def __init__(self, path: Path, busy_timeout: float) -> None:
         self.path = path
+        super().__init__()
         self._busy_timeout = busy_timeout
-        self._local = threading.local()
-        self._connections: list[Connection] = []
 
     @property
     def name(self) -> str:
@@ -45,6 +43,9 @@ class SqliteDatabase(Database):
         version = schema.read_version(self.path) if self.path.exists() else None
         return f"{self.path} is made on first use" if version is None else f"{self.path} has schema {version}"
 
+    def exists(self) -> bool:
+        return self.path.exists() and schema.read_version(self.path) > 0
+
     def connect(self) -> Connection:
         return schema.connect_writer(self.path, self._busy_timeout)
 
@@ -53,7 +54,7 @@ class SqliteDatabase(Database):
 
     def read(self, query: Callable[[Connection], T]) -> T:
         try:
-            connection = self._own_connection()
+            connection = self.reader()
             connection.execute("BEGIN")
             try:
                 return query(connection)
@@ -62,19 +63,11 @@ class SqliteDatabase(Database):
         except sqlite3.Error as error:
             raise self.explain(error) from error
 
-    def _own_connection(self) -> Connection:
-        connection: Connection | None = getattr(self._local, "connection", None)
-        if connection is None:
-            connection = schema.connect_reader(self.path, self._busy_timeout)
-            self._local.connection = connection
-            self._connections.append(connection)
-        return connection
+    def connect_reader(self) -> Connection:
+        return schema.connect_reader(self.path, self._busy_timeout)
 
-    def close_readers(self) -> None:
-        for connection in self._connections:
-            connection.close()
-        self._connections.clear()
-        self._local = threading.local()
+    def continue_numbers(self, connection: Connection) -> None:
+        """SQLite goes on after the greatest by itself."""
 
     def explain(self, error: Exception) -> StorageError:
         return schema.explain(error, self.path)

@@ -7,10 +7,11 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from reef.points import Point
-from reef.records import chain, rows
+from reef.records import chain, moving, rows
 from reef.records.codec import Encoded, encode
 from reef.records.sql import Connection, Database
 from reef.records.writer import GroupWriter
@@ -58,8 +59,13 @@ class SqlStorage(Storage):
         if self._writer is not None:
             return
         await asyncio.to_thread(self.database.create_or_verify)
-        self._writer = self._make_writer(self._patience)
         self._readers = ThreadPoolExecutor(self._num_readers, thread_name_prefix="reef-reader")
+        try:
+            await self._read(partial(moving.refuse_while_moving, name=self.database.name))
+        except BaseException:
+            await self._close_readers()
+            raise
+        self._writer = self._make_writer(self._patience)
         self._writer.start()
 
     def _make_writer(self, patience: float) -> GroupWriter:
@@ -67,14 +73,16 @@ class SqlStorage(Storage):
 
     async def close(self) -> None:
         """Finish what waits, then close. A closed storage may be opened again."""
-        writer, readers = self._writer, self._readers
-        if writer is None or readers is None:
-            return
-        self._writer = self._readers = None
-        self._lease = ""
-        await asyncio.to_thread(readers.shutdown)
-        await asyncio.to_thread(self.database.close_readers)
-        await writer.close()  # SQLite's last connection folds the WAL into the file
+        writer, self._writer, self._lease = self._writer, None, ""
+        if writer is not None:
+            await self._close_readers()
+            await writer.close()  # SQLite's last connection folds the WAL into the file
+
+    async def _close_readers(self) -> None:
+        readers, self._readers = self._readers, None
+        if readers is not None:
+            await asyncio.to_thread(readers.shutdown)
+            await asyncio.to_thread(self.database.close_readers)
 
     # ------------------------------------------------------------------ records
 

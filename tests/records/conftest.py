@@ -31,7 +31,7 @@ async def _bounded(awaitable):
 @pytest.fixture(scope="session")
 def postgres() -> Iterator:
     """A server for the session; each test has a schema of its own."""
-    if any(find_spec(package) is None for package in ("psycopg", "psycopg_pool", "alembic")):
+    if any(find_spec(package) is None for package in ("psycopg", "alembic")):
         pytest.skip("reef[postgres] is not installed")
     from tests.records.postgres_server import running_server
 
@@ -45,14 +45,15 @@ def schema() -> str:
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-def make_storage(request: pytest.FixtureRequest, tmp_path: Path, schema: str) -> Factory:
+def make_storage(request: pytest.FixtureRequest, tmp_path: Path) -> Factory:
     """A factory of storages that all are the same database; not opened yet."""
     if request.param == "sqlite":
         return lambda: SqliteStorage(tmp_path / "reef.db")
     server = request.getfixturevalue("postgres")
     from reef.records.postgres import PostgresStorage
 
-    return lambda: PostgresStorage(server.url, schema=schema)
+    server.empty("contract")
+    return lambda: PostgresStorage(server.url, schema="contract")
 
 
 @pytest.fixture

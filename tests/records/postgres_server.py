@@ -101,6 +101,16 @@ class Server:
             self._process.send_signal(3)  # SIGQUIT: immediate shutdown
             self._process.wait(30)
 
+    def empty(self, schema: str) -> None:
+        """As if the schema had just been made, if it has been; much faster than making one."""
+        if self.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", schema):
+            tables = "records", "pending", "consumption", "counts", "scenarios", "releases", "commits", "sequences"
+            statements = [f"DELETE FROM {schema}.{table}" for table in tables]
+            statements.append(f"INSERT INTO {schema}.sequences VALUES ('load', 0)")
+            statements.append(f"UPDATE {schema}.lease SET holder = '', epoch = 0, expires = 0")
+            statements.append(f"ALTER TABLE {schema}.records ALTER COLUMN seq RESTART")
+            self.execute("; ".join(statements))
+
     def execute(self, statement: str, *values: object) -> list[tuple]:
         with psycopg.connect(self.url, autocommit=True) as connection:
             cursor = connection.execute(statement, values or None)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import threading
 import time
 from contextlib import contextmanager
 
@@ -13,7 +14,7 @@ import pytest
 
 from tests.conftest import needs
 
-needs("psycopg", "psycopg_pool", "alembic")
+needs("psycopg", "alembic")
 
 import psycopg  # noqa: E402
 
@@ -249,25 +250,25 @@ def test_a_frozen_process_does_not_keep_others_from_writing(postgres, schema, ru
     """It holds the lock and says nothing: the server ends its transaction, and it begins again when it wakes."""
     monkeypatch.setattr("reef.records.postgres.IDLE_SECONDS", 0.2)
     frozen, other = (PostgresStorage(postgres.url, schema=schema, lock_timeout=20) for _ in range(2))
-    sleeps = [1.0]
+    runs, begun, awake = [], threading.Event(), threading.Event()
 
     def operation(connection):
-        if sleeps:
-            time.sleep(sleeps.pop())
+        runs.append("run")
+        begun.set()
+        awake.wait(30)
         return connection.execute("SELECT 1").fetchone()
 
     async def everything():
         await frozen.open()
         await other.open()
-        await frozen.check()  # connected
         waiting = asyncio.ensure_future(frozen._write(operation))
-        await asyncio.sleep(0.1)
-        stored = await other.append(exchange("a"))
-        asleep = not waiting.done()
-        return stored, asleep, await waiting
+        await asyncio.to_thread(begun.wait, 30)
+        stored = await other.append(exchange("a"))  # or it would wait for the lock in vain
+        awake.set()
+        return stored, await waiting
 
-    stored, asleep, result = run(everything())
-    assert stored.sequence > 0 and asleep and result == (1,)
+    stored, result = run(everything())
+    assert stored.sequence > 0 and result == (1,) and len(runs) == 2
     run(frozen.close())
     run(other.close())
 

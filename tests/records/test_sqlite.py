@@ -96,12 +96,14 @@ def test_damaged_pages_are_reported(storage, path, run):
     for number in range(50):
         run(storage.append(exchange(f"e{number}", prompt="x" * number)))
     run(storage.close())
+    damaged = SqliteStorage(path, read_threads=2)
+    run(damaged.open())
     size = path.stat().st_size
     with path.open("r+b") as file:
         file.seek(4096)
         file.write(b"\xff" * (size - 4096))
-    damaged = SqliteStorage(path)
-    run(damaged.open())
+    with pytest.raises(StorageError, match="malformed"):
+        run(SqliteStorage(path).open())
     with pytest.raises(StorageError, match="malformed"):
         run(damaged.page("s"))
     with pytest.raises(StorageError, match="malformed"):
