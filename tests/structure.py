@@ -30,7 +30,8 @@ ALLOWED: dict[str, set[str]] = {
     "demo": BELOW_SERVICE | {"service", "client", "demo.model"},
     "config": BELOW_SERVICE | {"service"},
     "doctor": BELOW_SERVICE | {"service", "config", "client"},
-    "cli": BELOW_SERVICE | {"service", "config", "client", "doctor", "demo", "demo.model"},
+    "cli_storage": BASE | {"records"},
+    "cli": BELOW_SERVICE | {"service", "config", "client", "doctor", "demo", "demo.model", "cli_storage"},
 }
 
 # What a base install has besides the standard library.

@@ -5,7 +5,8 @@ inference record is a msgpack array in which token ids and log-probabilities are
 then the next ones; planes that hold only zeros are left out. Reports and instructions are JSON.
 Log-probabilities are rounded to float32; everything else comes back exactly.
 
-What retention emptied has another version byte, then the hash of the rest, which is JSON, deflated alike.
+What retention emptied has another version byte, then the hash of the rest, which is deflated alike: the SHA-256
+of each field that was emptied, behind their number, and JSON that names those fields and holds the others.
 """
 
 from __future__ import annotations
@@ -122,11 +123,23 @@ def decode(
         raise StorageError(f"record {record_id} is damaged: its bytes are not those that were stored")
     if kind is RecordKind.INFERENCE and not purged:
         return _unpack_exchange(content, record_id, scenario, created_at, sequence)
-    fields = json.loads(content.decode("utf-8", "surrogatepass"))
+    fields = _unpack_emptied(content) if purged else _read_json(content)
     fields |= {"record_id": record_id, "scenario": scenario, "created_at": created_at, "sequence": sequence}
     if kind is RecordKind.INFERENCE:
         return InferenceRecord(**fields, request=b"", response=b"", generations=[])
     return ReportRecord(**fields) if kind is RecordKind.REPORT else InstructionRecord(**fields)
+
+
+def _read_json(content: bytes) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(content.decode("utf-8", "surrogatepass"))
+    return fields
+
+
+def _unpack_emptied(content: bytes) -> dict[str, Any]:
+    hashes = content[1 : 1 + 32 * content[0]]
+    fields = _read_json(content[1 + len(hashes) :])
+    fields["purged"] = {name: hashes[32 * n : 32 * n + 32].hex() for n, name in enumerate(fields["purged"])}
+    return fields
 
 
 def emptied(record: Record) -> bytes | None:
@@ -148,8 +161,9 @@ def emptied(record: Record) -> bytes | None:
         kept = {"references": record.references, "score": record.score, "error": record.error}
     if not bodies:
         return None
-    kept["purged"] = {name: hashlib.sha256(body).hexdigest() for name, body in bodies.items()}
-    content = _json_bytes(kept)
+    kept["purged"] = list(bodies)
+    hashes = [hashlib.sha256(body).digest() for body in bodies.values()]
+    content = bytes([len(hashes)]) + b"".join(hashes) + _json_bytes(kept)
     digest = _digest(_KIND_OF[type(record)], record.scenario, record.record_id, content)
     return bytes([PURGED]) + digest + _deflate(content)[1:]
 

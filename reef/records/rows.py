@@ -121,13 +121,14 @@ def purge(connection: Connection, retention: Retention, limit: int) -> PurgeResu
     ).fetchall()
     done, freed = [], 0
     for row in rows:
-        if (before is None or row[3] >= before) and freed >= excess:
-            break
+        too_old, too_many = before is not None and row[3] < before, freed < excess and excess > 0
+        if not too_old and not too_many:
+            continue
         done.append(row[4])
         freed += _empty(connection, row)
     for some in chunks(done):
         connection.execute(f"UPDATE consumption SET purged = 1 WHERE seq IN ({marks(some)})", some)
-    return PurgeResult(records=len(done), bytes=freed, more=len(done) == limit)
+    return PurgeResult(records=len(done), bytes=freed, more=bool(done) and len(rows) == limit)
 
 
 def write_off_unreported(
@@ -193,7 +194,7 @@ def _empty(connection: Connection, row: tuple[Any, ...]) -> int:
     """Put hashes in the place of bodies; return the bytes saved."""
     record = _decode(row)
     payload = emptied(record)
-    if payload is None or len(payload) >= len(row[6]):
+    if payload is None:
         return 0
     connection.execute("UPDATE records SET payload = ? WHERE seq = ?", (payload, row[4]))
     saved = len(row[6]) - len(payload)

@@ -14,7 +14,7 @@ import pytest
 from reef.errors import StorageError
 from reef.records import codec, schema
 from reef.records.sqlite import SqliteStorage
-from reef.runtime.interfaces import RecordKind, ReportRecord
+from reef.runtime.interfaces import RecordKind, ReportRecord, Retention
 from tests.records.values import base, discard, exchange, report, training, typical
 
 
@@ -283,3 +283,31 @@ def test_nothing_blocks_the_event_loop(storage, run):
 
     with blockbuster.blockbuster_ctx():
         run(use())
+
+
+def test_an_older_file_is_brought_up_to_date(path, run):
+    """As the first release of Reef made it, with records in it."""
+    connection = sqlite3.connect(path)
+    connection.executescript(schema._STEPS[0])
+    connection.execute(f"PRAGMA application_id={schema.APPLICATION_ID}")
+    connection.execute("PRAGMA user_version=1")
+    for number, name in enumerate(("a", "b"), 1):
+        row = codec.encode(exchange(name))
+        connection.execute(
+            "INSERT INTO records VALUES (?, ?, 's', 'inference', 1.0, ?, ?)", (number, name, row.digest, row.payload)
+        )
+    connection.execute("INSERT INTO consumption VALUES (1, 's', 1, 0, 'trained', '')")
+    connection.commit()
+    connection.close()
+    storage = SqliteStorage(path)
+    run(storage.open())
+    assert run(storage.take_lease("a", 10.0))
+    assert run(storage.purge(Retention(consumed_before=10.0), 10)).records == 1
+    assert [bool(record.purged) for record in run(storage.page("s"))] == [True, False]
+    run(storage.close())
+    counted, stored, version = _execute(
+        path,
+        "SELECT (SELECT sum(n) FROM counts WHERE name = 'bytes'), "
+        "(SELECT sum(length(payload)) FROM records), user_version FROM pragma_user_version",
+    )[0]
+    assert counted == stored and version == schema.SCHEMA_VERSION
