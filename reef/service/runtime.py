@@ -22,6 +22,7 @@ from reef.inference.local.client import LocalHandler
 from reef.recipe.lookup import build_evaluator, build_recipe
 from reef.records.lock import DirectoryLock
 from reef.records.opening import artifacts_directory, open_storage
+from reef.records.retention import keep_purging
 from reef.runtime.deployment import CoordinatorRuntime
 from reef.runtime.interfaces import (
     Candidate,
@@ -31,6 +32,7 @@ from reef.runtime.interfaces import (
     PauseMode,
     Release,
     SamplingParams,
+    ScenarioState,
     Storage,
     TrainingBackend,
 )
@@ -40,6 +42,7 @@ from reef.runtime.scheduler import TrainingCoordinator
 from reef.scenario.scenario import Scenario
 from reef.scenario.steps import Services
 from reef.service.config import NoTraining, ReefConfig
+from reef.service.membership import FOLLOWING, Membership, serve_release
 from reef.service.workplace import ENGINE, TRAINER, Workplace
 from reef.train.torch_backend.backend import TorchBackend
 
@@ -89,12 +92,19 @@ class Deployment:
             opened.push_async_callback(asyncio.to_thread, self._workplace.close)
             await self.storage.open()
             opened.push_async_callback(self.storage.close)
+            opened.push_async_callback(self._membership.close)
+            await self._membership.begin()
             await self._check_chain()
             opened.push_async_callback(self._runtime.close)
             await self._runtime.start()
             opened.push_async_callback(self._close_scenarios)
             await self._recover()
             self._runtime.watch()
+            self._membership.watch()
+            purging = asyncio.create_task(
+                keep_purging(self.storage, self.config.storage, time.time, lambda: self._membership.trains)
+            )
+            opened.callback(purging.cancel)
             self._opened = opened.pop_all()
 
     async def _build(self) -> None:
@@ -102,6 +112,9 @@ class Deployment:
         model = Path(config.inference.model_path)
         base = await asyncio.to_thread(base_content_id, model, data / "base-model.json")
         self.storage: Storage = open_storage(config.storage, data)
+        self._membership = Membership(
+            self.storage, data, config.storage.lease_seconds, follow=self._follow, take_over=self._take_over
+        )
         self._contents = contents = DirectoryContentStore(artifacts_directory(config.storage, data))
         engines = LocalBackend(config.inference, partial(self._workplace.executor, ENGINE), base_content_id=base)
         self.handler: InferenceHandler = LocalHandler(engines.socket_paths)
@@ -125,6 +138,7 @@ class Deployment:
             base_content_id=base,
             probe_ids=probe,
             released=self._collect_garbage,
+            elsewhere=self._membership.elsewhere,
         )
         self._base = base
 
@@ -147,6 +161,13 @@ class Deployment:
                     f"inference.model-path: scenario {state.scenario!r} in {self.data} was begun on another base "
                     "model; serve that one, or choose another reef.data-dir"
                 )
+            content = state.head.content_id
+            if content != self._base and not self._contents.exists(content):
+                raise ConfigError(
+                    f"storage.artifacts: the head of scenario {state.scenario!r} is content {content}, which is not in "
+                    f"{artifacts_directory(self.config.storage, self.data)}: name the directory of the process that "
+                    "made it, which every process on this database must share"
+                )
             training = self.config.training
             if isinstance(training, NoTraining) or state.head.content_id == self._base:
                 continue
@@ -163,19 +184,25 @@ class Deployment:
         commit = await self.storage.commit_by_job(marker.job_id) if marker else None
         committed = commit is not None and commit.release is not None
         recovered = await self._runtime.recover([state.head for state in states], committed)
+        if recovered and (not self._membership.trains or recovered.job_id.startswith(FOLLOWING)):
+            await self._runtime.reject(recovered.job_id, "another process trains, or committed it")
+            recovered = None
         for state in states:
             self._scenarios[state.scenario] = Scenario(state, self._services)
         marker = await self._runtime.marker()
-        if marker and commit is None and marker.state is MarkerState.REJECTED and marker.candidate:
+        mine = self._membership.trains and not (marker and marker.job_id.startswith(FOLLOWING))
+        if mine and marker and commit is None and marker.state is MarkerState.REJECTED and marker.candidate:
             scenario = self._scenarios[marker.scenario]
             await scenario.write_off_recovered(marker.candidate, marker.error or "rejected before a restart")
         for scenario in self._scenarios.values():
-            mine = recovered if recovered is not None and recovered.scenario == scenario.name else None
-            await scenario.start(mine)
+            its = recovered if recovered is not None and recovered.scenario == scenario.name else None
+            await scenario.start(its)
         await self.scenario(self.config.reef.default_scenario, create=True)
 
     async def _collect_garbage(self) -> None:
         """Keep every release's content, the newest optimizer states, and what rollback or promotion may still name."""
+        if not self._membership.trains:  # the candidate of whoever does is not known here
+            return
         keep: set[str] = set()
         marker = await self._runtime.marker()
         if marker is not None and marker.candidate is not None:
@@ -211,17 +238,41 @@ class Deployment:
         """Return the scenario; with `create`, make it on first use. Raises NotFound."""
         if found := self._scenarios.get(name):
             return found
-        if not create:
-            raise NotFound(f"there is no scenario {name!r}")
         async with self._creating:
             if found := self._scenarios.get(name):
                 return found
-            state = await self.storage.create_scenario(chain.base_release(name, self._base, time.time()))
-            self._publication.remember(state.head)
-            scenario = Scenario(state, self._services)
-            await scenario.start()
-            self._scenarios[name] = scenario
-            return scenario
+            state = await self.storage.scenario(name)  # another process may have made it
+            if state is None and not create:
+                raise NotFound(f"there is no scenario {name!r}")
+            if state is None:
+                state = await self.storage.create_scenario(chain.base_release(name, self._base, time.time()))
+            return await self._meet(state)
+
+    async def _meet(self, state: ScenarioState) -> Scenario:
+        base = state.head
+        if base.number:
+            base = (await self.storage.releases(state.scenario, limit=10_000_000))[-1]
+        self._publication.remember(base)
+        if state.head.number:
+            async with self._services.turn:
+                await serve_release(self._runtime, state.head, base)
+        scenario = Scenario(state, self._services)
+        await scenario.start()
+        self._scenarios[state.scenario] = scenario
+        return scenario
+
+    async def _follow(self, state: ScenarioState) -> None:
+        """Another process committed this: serve it, too."""
+        scenario = await self.scenario(state.scenario, create=False)
+        async with self._services.turn:
+            if scenario.head.release_id != state.head.release_id:
+                await serve_release(self._runtime, state.head, scenario.head)
+            scenario.follow(state)
+
+    async def _take_over(self, state: ScenarioState) -> None:
+        """From now on this process trains: what it knew of the scenario's reports is not what the store says."""
+        await self._follow(state)
+        await self._scenarios[state.scenario].take_over(state)
 
     async def health(self) -> list[str]:
         """Why it cannot serve or store now; empty when it can."""
@@ -233,7 +284,7 @@ class Deployment:
             except StorageError as error:
                 reason = str(error)
             self._checked = (time.monotonic(), reason)
-        return [*self._runtime.health(), *([reason] if reason else [])]
+        return [*self._runtime.health(), *(text for text in (reason, self._membership.trouble) if text)]
 
     async def status(self) -> dict[str, Any]:
         marker = await self._runtime.marker()
@@ -244,6 +295,7 @@ class Deployment:
             "health": await self.health(),
             "training_health": self._runtime.training_health(),
             "engines": await self._runtime.engine_reports(),
+            "trains": self._membership.elsewhere() or "this process",
             "last_pause_seconds": self._publication.pause_seconds,
             "job": None
             if marker is None
