@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from reef.records.sqlite import SqliteStorage
 from reef.runtime.interfaces import Storage
 
 Factory = Callable[[], Storage]
-_numbers = itertools.count()
 
 
 @pytest.fixture
@@ -26,22 +23,6 @@ def run() -> Iterator[Callable]:
 
 async def _bounded(awaitable):
     return await asyncio.wait_for(awaitable, 60)
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator:
-    """A server for the session; each test has a schema of its own."""
-    if any(find_spec(package) is None for package in ("psycopg", "alembic")):
-        pytest.skip("reef[postgres] is not installed")
-    from tests.records.postgres_server import running_server
-
-    with running_server() as server:
-        yield server
-
-
-@pytest.fixture
-def schema() -> str:
-    return f"test_{next(_numbers)}"
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

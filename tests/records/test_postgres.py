@@ -20,7 +20,7 @@ import psycopg  # noqa: E402
 
 from reef.errors import Conflict, StorageError  # noqa: E402
 from reef.records.postgres import PostgresStorage  # noqa: E402
-from tests.records.postgres_server import running_server  # noqa: E402
+from tests.postgres_server import running_server  # noqa: E402
 from tests.records.values import base, discard, exchange, report, training, typical  # noqa: E402
 
 

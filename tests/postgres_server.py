@@ -21,7 +21,6 @@ SETTINGS = {
     "shared_buffers": "16MB",
     "deadlock_timeout": "100ms",
     "logging_collector": "off",
-    "fsync": "off",  # the machine does not die in these tests, only processes do
 }
 
 
@@ -37,8 +36,9 @@ def binaries() -> Path | None:
 class Server:
     """Refuses to run as root, so root starts it as `postgres` or `nobody`."""
 
-    def __init__(self, directory: Path, programs: Path) -> None:
+    def __init__(self, directory: Path, programs: Path, *, fsync: bool) -> None:
         self.directory = directory
+        self._settings = {**SETTINGS, "fsync": "on" if fsync else "off"}
         self._programs = programs
         self._data = directory / "data"
         self._user = next(
@@ -69,7 +69,7 @@ class Server:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def start(self) -> None:
-        settings = [part for name, value in SETTINGS.items() for part in ("-c", f"{name}={value}")]
+        settings = [part for name, value in self._settings.items() for part in ("-c", f"{name}={value}")]
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [self._programs / "postgres", "-D", self._data, "-k", self.directory, *settings],
@@ -126,13 +126,16 @@ def _exists(user: str) -> bool:
 
 
 @contextmanager
-def running_server() -> Iterator[Server]:
-    """Not below pytest's directories: those let nobody else in, and their names are too long for a socket."""
+def running_server(*, fsync: bool = False, directory: Path | None = None) -> Iterator[Server]:
+    """Not below pytest's directories: those let nobody else in, and their names are too long for a socket.
+
+    Without `fsync` it survives the death of processes, which is what tests bring about, but not of the machine.
+    """
     programs = binaries()
     if programs is None:
         pytest.skip("no PostgreSQL server (initdb, postgres) on this machine")
-    with tempfile.TemporaryDirectory(prefix="reef-postgres-", ignore_cleanup_errors=True) as name:
-        server = Server(Path(name), programs)
+    with tempfile.TemporaryDirectory(prefix="reef-postgres-", dir=directory, ignore_cleanup_errors=True) as name:
+        server = Server(Path(name), programs, fsync=fsync)
         server.create()
         server.start()
         try:
