@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from reef.errors import EngineError, EngineUncertain, VerificationError
+from reef.errors import BarrierError, EngineError, EngineUncertain, VerificationError, WorkerDied
 from reef.points import Point, crossing
 from reef.runtime.interfaces import (
     BASE_LOAD_ID,
     Candidate,
     ContentStore,
+    EngineReport,
     InferenceBackend,
     PauseMode,
     Release,
@@ -27,6 +29,11 @@ NUM_PROBE_TOKENS = 64
 def probe_ids(vocab_size: int) -> list[int]:
     """The fixed probe: token ids spread over the vocabulary, the same for every release. [NUM_PROBE_TOKENS]"""
     return [(17 + 7919 * position) % vocab_size for position in range(NUM_PROBE_TOKENS)]
+
+
+def weight_kind(content: Path) -> WeightKind:
+    """What the bytes of a content directory are."""
+    return WeightKind.LORA if (content / "adapter_config.json").exists() else WeightKind.FULL
 
 
 class Publication:
@@ -58,7 +65,7 @@ class Publication:
         if content_id == self._base_content_id:
             return WeightLoad(runtime_load_id=runtime_load_id, content_id=content_id, kind=WeightKind.FULL, path=None)
         path = self._contents.path(content_id)
-        kind = WeightKind.LORA if (path / "adapter_config.json").exists() else WeightKind.FULL
+        kind = weight_kind(path)
         return WeightLoad(runtime_load_id=runtime_load_id, content_id=content_id, kind=kind, path=str(path))
 
     # ------------------------------------------------------------------ candidates
@@ -177,10 +184,21 @@ class Publication:
         for head in heads:
             self._engines.stage(self.load_of(head.runtime_load_id, head.content_id))
             self._activate(head.scenario, head.runtime_load_id)
-        for report in self._engines.reports():
-            wrong = {head.scenario for head in heads if report.lanes.get(head.scenario) != head.runtime_load_id}
+        reports = self._engines.reports()
+        for report in reports:
+            wrong = {head.scenario for head in heads if not _serves(report, head)}
             if wrong:
                 raise VerificationError(f"{report.engine}: lanes {sorted(wrong)} do not serve their committed heads")
+        for load in {load for report in reports for load in report.loads}:  # of engines that served before
+            self._drop(load)
+
+    def bring(self, heads: Sequence[Release]) -> None:
+        """Bring engines, fresh or not, to the committed heads; those that cannot be brought there are replaced."""
+        try:
+            self.restore(heads, resume=True)
+        except (EngineError, WorkerDied, BarrierError, VerificationError) as error:
+            log.warning("the engines cannot be brought to the committed heads and are replaced: %s", error)
+            self.rebuild(resume=True)
 
     def rebuild(self, *, resume: bool) -> None:
         """Replace every engine, then restore the committed heads."""
@@ -198,6 +216,13 @@ class Publication:
     def health(self) -> str | None:
         """None when every engine is healthy and holds the committed heads, else the reason."""
         return self._engines.health() or self._incomplete
+
+
+def _serves(report: EngineReport, head: Release) -> bool:
+    return (
+        report.lanes.get(head.scenario) == head.runtime_load_id
+        and report.loads.get(head.runtime_load_id) == head.content_id
+    )
 
 
 def verify_effect(

@@ -247,9 +247,9 @@ class TrainingCoordinator:
             self._publication.rebuild(resume=True)
 
     def recover(self, heads: Sequence[Release], committed: bool) -> Candidate | None:
-        """Fresh engines get the committed heads; the marker is settled, or its candidate handed back to go on with."""
+        """Engines get the committed heads; the marker is settled, or its candidate handed back to go on with."""
         marker = self._marker.read()
-        self._publication.restore(heads, resume=True)
+        self._publication.bring(heads)
         if marker is None or marker.state in SETTLED:
             return None
         if marker.scenario not in {head.scenario for head in heads}:
@@ -270,7 +270,7 @@ class TrainingCoordinator:
         if marker.state is MarkerState.REJECTING or marker.candidate is None:
             self._settle(marker, MarkerState.REJECTED, marker.error)
             return None
-        # The engines are new, so whatever the interrupted publication did to the old ones is gone.
+        # The engines have the heads, so whatever the interrupted publication did to them is gone.
         marker.state = MarkerState.CHECKPOINT
         self._marker.write(marker)
         try:

@@ -127,11 +127,12 @@ def identity(data_dir: Path) -> str:
     return path.read_text()
 
 
-async def serve_release(runtime: TrainingRuntime, head: Release, before: Release) -> None:
-    """Bring this process's engines from one committed release to another, by the way of every publication.
+async def serve_release(training: TrainingRuntime, head: Release) -> None:
+    """Bring this process's engines to a release that another one committed, by the way of every publication.
 
-    Raises ReefError, with the engines back at the one before.
+    Raises ReefError, with the engines back at the release before.
     """
+    probe = head.metrics.get("probe_logprobs", [])
     candidate = Candidate(
         job_id=FOLLOWING + head.release_id,
         scenario=head.scenario,
@@ -139,16 +140,16 @@ async def serve_release(runtime: TrainingRuntime, head: Release, before: Release
         state_id=head.state_id,
         kind=WeightKind.LORA,  # the content itself tells; nobody reads this
         runtime_load_id=head.runtime_load_id,
-        probe_logprobs=head.metrics.get("probe_logprobs", []),
-        incumbent_probe_logprobs=before.metrics.get("probe_logprobs", []),
+        probe_logprobs=probe,
+        incumbent_probe_logprobs=probe,  # a coordinator that was replaced serves it already
         origin=ReleaseKind.PROMOTED,
         source_release_id=head.release_id,
     )
     try:
-        await runtime.adopt(candidate)
-        await runtime.publish(candidate)
+        await training.adopt(candidate)
+        await training.publish(candidate)
     except ReefError as error:
-        await runtime.reject(candidate.job_id, str(error))
+        await training.reject(candidate.job_id, str(error))
         raise
-    await runtime.acknowledge(candidate.job_id, head)
+    await training.acknowledge(candidate.job_id, head)
     log.info("scenario %s: serves release %d of another process", head.scenario, head.number)

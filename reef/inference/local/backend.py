@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import tempfile
 import time
@@ -12,8 +13,9 @@ from threading import Lock
 from typing import Any
 
 from reef.errors import BarrierError, EngineError, EngineUncertain, ReefError, WorkerDied
+from reef.inference.local.address import Address
 from reef.inference.local.config import LocalConfig
-from reef.runtime.interfaces import EngineReport, Executor, InferenceBackend, PauseMode, WeightLoad
+from reef.runtime.interfaces import EngineReport, Executor, InferenceBackend, PauseMode, TransferSession, WeightLoad
 
 WORKER = "reef.inference.local.worker:EngineWorker"
 
@@ -28,7 +30,7 @@ _GRACE_SECONDS = 10.0
 
 
 class LocalBackend(InferenceBackend):
-    """Controls `config.engines` engines; each serves its data plane at one of `socket_paths()`.
+    """Controls `config.engines` engines; each serves its data plane at one of `endpoints()`.
 
     Every call is sent to all engines at once and answered within `control_timeout` seconds, or it raises: WorkerDied if
     a process is gone, EngineUncertain if an engine did not answer or no longer knows its state, or if `stage`,
@@ -42,16 +44,20 @@ class LocalBackend(InferenceBackend):
         make_executor: ExecutorFactory,
         *,
         base_content_id: str = "",
+        host: str = "",
         control_timeout: float = 120.0,
         close_timeout: float = 10.0,
     ) -> None:
+        """`host` is where the data planes listen: "" is Unix sockets on this machine, else an address over TCP."""
         self._config = config
+        self._host = host
         self._make_executor = make_executor
         self._base_content_id = base_content_id
         self._control_timeout = control_timeout
         self._close_timeout = close_timeout
         self._names = [f"engine-{rank}" for rank in range(config.engines)]
-        self._directory: Path | None = None  # exists from start to close
+        self._directory: Path | None = None  # of Unix sockets; exists from start to close
+        self._endpoints: list[str] = []
         self._executor: Executor | None = None
         self._dtype: str | None = None
         self._lock = Lock()  # guards the two below
@@ -59,12 +65,15 @@ class LocalBackend(InferenceBackend):
         self._asked_at = 0.0
 
     def start(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="reef-"))  # mode 0700
+        if not self._host:
+            self._directory = Path(tempfile.mkdtemp(prefix="reef-"))  # mode 0700
         self._launch(paused=False)
 
-    def socket_paths(self) -> list[str]:
-        """Where the engines' data planes listen; the same for every engine that replaces another."""
-        return [] if self._directory is None else [str(self._directory / name) for name in self._names]
+    def endpoints(self) -> list[str]:
+        return self._endpoints
+
+    def attach(self, session: TransferSession) -> None:
+        self._all("attach", session)
 
     def pause(self, mode: PauseMode) -> None:
         self._barrier("pause", mode)
@@ -132,6 +141,7 @@ class LocalBackend(InferenceBackend):
         try:
             self._stop(self._close_timeout)
         finally:
+            self._endpoints = []
             if self._directory is not None:
                 shutil.rmtree(self._directory, ignore_errors=True)
                 self._directory = None
@@ -144,24 +154,27 @@ class LocalBackend(InferenceBackend):
 
     def _launch(self, *, paused: bool) -> None:
         shared = {"config": self._config, "base_content_id": self._base_content_id, "paused": paused}
-        arguments = [
-            {**shared, "name": name, "socket_path": path}
-            for name, path in zip(self._names, self.socket_paths(), strict=True)
-        ]
+        arguments = [{**shared, "name": name, "listen": self._listen(name)} for name in self._names]
         with self._lock:
             self._answers = []
         self._executor = executor = self._make_executor(WORKER, arguments)  # first: `close` may be called meanwhile
         try:
             executor.start()
             self._dtype = self._all("dtype")[0]
+            self._endpoints = self._all("endpoint")
         except BaseException:
             self._stop(_RESTART_CLOSE_SECONDS)
             raise
 
+    def _listen(self, name: str) -> str:
+        if self._directory is not None:
+            return str(self._directory / name)
+        return str(Address(token=secrets.token_urlsafe(24), host=self._host))
+
     def _stop(self, timeout: float) -> None:
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.close(timeout)
+        if self._executor is not None:
+            self._executor.close(timeout)
+            self._executor = None  # only now: what is not known to be gone is still ours
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Call every engine; return what each returned or raised, in order of rank."""

@@ -57,7 +57,7 @@ class LocalEngine:
             torch.set_num_threads(config.threads)
         model_config = read_config(self._path)
         spec = ModelSpec.from_config(model_config)
-        self.device = _device(config.device)
+        self.device = _device(config.resolved_device)
         self.dtype = _dtype(config.dtype, getattr(model_config, "dtype", None), self.device)
         num_pages = config.kv_cache_tokens // config.page_size
         self.max_context = min(spec.max_context, num_pages * config.page_size, config.max_context or spec.max_context)
