@@ -60,16 +60,20 @@ class Membership:
         return f"another process on this database trains ({self._owner or 'none yet'}): ask that one"
 
     async def begin(self) -> None:
-        """Ask for the lease before recovery, which is different for whoever does not train."""
+        """Ask for the lease before recovery, which is different for whoever does not train; keep it from then on."""
         self._holder = f"{socket.gethostname()}:{self._data_dir.resolve()} ({identity(self._data_dir)})"
         await self._renew()
         self._ready = time.monotonic() < self._mine_until
         if not self._ready:
             log.warning("%s; this one serves, records and follows", self.elsewhere())
+        self._begin_to(self._renew, self._seconds / 3)
 
     def watch(self) -> None:
-        for loop, seconds in ((self._renew, self._seconds / 3), (self._look, min(POLL_SECONDS, self._seconds / 3))):
-            self._tasks.append(asyncio.create_task(self._repeat(loop, seconds), name=f"membership:{loop.__name__}"))
+        self._begin_to(self._look, min(POLL_SECONDS, self._seconds / 3))
+
+    def _begin_to(self, action: Callable[[], Awaitable[None]], seconds: float) -> None:
+        task = asyncio.create_task(self._repeat(action, seconds), name=f"membership:{action.__name__}")
+        self._tasks.append(task)
 
     async def close(self) -> None:
         """Give the lease back, so that another process takes over at once."""
