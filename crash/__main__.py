@@ -31,10 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
     directory = DIRECTORY.absolute()
     directory.mkdir(parents=True)
     model = make_model(directory / "model")
+    flags = dict(flag.split("=", 1) for flag in options.flag)
     started, runs = time.monotonic(), []
     total = sum(map(len, chosen.values()))
     for kind in kinds:
-        with Run(kind, model, directory / kind.name, options.seed) as run:
+        with Run(kind, model, directory / kind.name, options.seed, flags) as run:
             runs.append(run)
             for kill in chosen[kind.name]:
                 outcome = run.kill(kill)
@@ -52,6 +53,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--point", action="append", help="only kills whose name begins so; may be repeated")
     parser.add_argument("--victim", choices=("service", "engine", "trainer"), help="only kills of this component")
     parser.add_argument("--every", type=int, default=1, help="only every n-th of the kills that are left")
+    parser.add_argument("--flag", action="append", default=[], metavar="KEY=VALUE", help="of the deployment, such as "
+                        "storage.backend=postgres; may be repeated")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of what the clients do")
     parser.add_argument("--list", action="store_true", help="print the kills and run none")
     return parser.parse_args(arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,9 +54,11 @@ class Outcome:
 class Run:
     """Drives one kind of deployment. Use it as a context manager: it leaves no process behind."""
 
-    def __init__(self, kind: Kind, model: Path, directory: Path, seed: int = 0) -> None:
+    def __init__(
+        self, kind: Kind, model: Path, directory: Path, seed: int = 0, flags: Mapping[str, object] | None = None
+    ) -> None:
         self.kind = kind
-        self.deployment = Deployment(directory, {**FLAGS, **kind.flags, "inference.model-path": model})
+        self.deployment = Deployment(directory, {**FLAGS, **kind.flags, **(flags or {}), "inference.model-path": model})
         self.load = Load(self.deployment.port, SCENARIOS, seed)
         self.audit = Audit(self.deployment.client, self.load.ledger, Rescorer(model, self.deployment.data), seed)
         self.rescorer = self.audit.rescorer
