@@ -286,6 +286,7 @@ class Coordinator:
             engines=engines,
             trainer=trainer,
             pause_seconds=self._publication.pause_seconds,
+            residency=self._publication.residency(),
         )
 
     def reports(self) -> list[EngineReport]:

@@ -150,6 +150,10 @@ class EngineRuntime(InferenceRuntime):
     def pause_seconds(self) -> float | None:
         return self._status.pause_seconds if self._status is not None else None
 
+    @property
+    def residency(self) -> dict[str, Any]:
+        return self._status.residency if self._status is not None else {}
+
     async def close(self) -> None:
         await self._handler.close()
 

@@ -19,6 +19,7 @@ The double arrow may cross processes and nodes. TrainingBackend and InferenceBac
 from __future__ import annotations
 
 import enum
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -605,6 +606,7 @@ class EngineReport:
     total_pages: int
     running: int
     waiting: int
+    leaked: dict[str, str] = field(default_factory=dict)  # runtime load ID -> why it could not be freed
     stats: dict[str, float] = field(default_factory=dict)
 
 
@@ -638,7 +640,15 @@ class InferenceBackend(ABC):
 
     @abstractmethod
     def drop(self, runtime_load_id: str) -> None:
-        """Free a load that no lane serves. Dropping an unknown one is a no-op."""
+        """Free a load that no lane serves; requests that pin it are cut. Dropping an unknown one is a no-op."""
+
+    def evict(self, runtime_load_id: str) -> bool:
+        """`drop` it unless a request still decodes with it on some engine; False if one does.
+
+        An engine whose `drop` waits for such requests need not implement this.
+        """
+        self.drop(runtime_load_id)
+        return True
 
     @abstractmethod
     def score(self, runtime_load_id: str, token_ids: list[int]) -> list[list[float]]:
@@ -663,6 +673,11 @@ class InferenceBackend(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+    @property
+    def max_loads(self) -> int:
+        """Slots of one engine: how many sets of weights besides the base's may be resident. Default: no bound."""
+        return sys.maxsize
 
     @property
     @abstractmethod
@@ -813,6 +828,11 @@ class InferenceRuntime(ABC):
     def pause_seconds(self) -> float | None:
         """How long the newest publication held the engines."""
 
+    @property
+    @abstractmethod
+    def residency(self) -> dict[str, Any]:
+        """What the engines hold besides the base load, for people."""
+
     @abstractmethod
     async def close(self) -> None:
         """Disconnect. The engines themselves end with the training runtime, which owns the coordinator."""
@@ -828,6 +848,7 @@ class CoordinatorStatus:
     engines: str | None  # why they cannot serve
     trainer: str | None  # why it cannot train
     pause_seconds: float | None = None
+    residency: dict[str, Any] = field(default_factory=dict)  # what the engines hold besides the base load
 
 
 class CandidateBackend(ABC):

@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from reef.errors import BarrierError, EngineError, EngineUncertain, VerificationError, WorkerDied
+from reef.errors import BarrierError, EngineError, EngineUncertain, Unavailable, VerificationError, WorkerDied
 from reef.points import Point, crossing
 from reef.runtime.interfaces import (
     BASE_LOAD_ID,
@@ -20,6 +21,7 @@ from reef.runtime.interfaces import (
     WeightKind,
     WeightLoad,
 )
+from reef.runtime.residency import Residency
 
 log = logging.getLogger("reef.publication")
 
@@ -52,6 +54,7 @@ class Publication:
         self._pause_mode = pause_mode
         self._base_content_id = base_content_id
         self._probe = probe
+        self._residency = Residency(engines)
         self._heads: dict[str, Release] = {}
         self._incomplete: str | None = None  # why the engines are not what `restore` makes of them
         self.generation = 0  # how often the engines were replaced
@@ -77,7 +80,8 @@ class Publication:
         """
         self._require_complete()
         with crossing(Point.STAGE):
-            self._engines.stage(self.load_of(candidate.runtime_load_id, candidate.content_id))
+            load = self.load_of(candidate.runtime_load_id, candidate.content_id)
+            self._residency.stage(load, self._current().values(), pin=True)
         with crossing(Point.PROBE):
             self._prove(candidate)
 
@@ -91,11 +95,15 @@ class Publication:
         verify_effect(candidate, served, incumbent, self._engines.probe_tolerance)
 
     def pause(self) -> None:
-        """The barrier. Raises BarrierError."""
+        """The barrier; that it is wanted is noted first. Raises BarrierError: then the engines are retired."""
         self._require_complete()
         self._paused_at = time.monotonic()
         with crossing(Point.PAUSE):
-            self._engines.pause(self._pause_mode)
+            try:
+                self._engines.pause(self._pause_mode)
+            except (BarrierError, WorkerDied) as error:
+                self._incomplete = f"recoverable: the engines are to be replaced, the pause barrier failed: {error}"
+                raise BarrierError(f"the pause barrier failed: {error}") from error
 
     def switch(self, candidate: Candidate) -> None:
         """Point the lane at the staged candidate while paused; verify it on every engine. Raises VerificationError."""
@@ -123,11 +131,11 @@ class Publication:
         self._heads[release.scenario] = release
 
     def finish(self, release: Release) -> None:
-        """After `commit_head`: resume, then free what the release replaced."""
+        """After `commit_head`: resume, then retire what the release replaced."""
         self._require_complete()
         self._resume()
-        if (replaced := self._replaced.pop(release.scenario, None)) is not None:
-            self._drop(replaced)
+        replaced = self._replaced.pop(release.scenario, None)
+        self._residency.release(release.runtime_load_id, replaced, self._current().values())
 
     def withdraw(self, candidate: Candidate) -> None:
         """Put the incumbent back if the candidate was switched in, resume if paused, free the candidate."""
@@ -139,7 +147,7 @@ class Publication:
             self._activate(candidate.scenario, head.runtime_load_id)
         if self._paused_at is not None:
             self._resume()
-        self._drop(candidate.runtime_load_id)
+        self._residency.drop(candidate.runtime_load_id)
 
     def _activate(self, lane: str, runtime_load_id: str) -> None:
         self._lanes[lane] = runtime_load_id
@@ -151,15 +159,35 @@ class Publication:
         if self._paused_at is not None:
             self.pause_seconds, self._paused_at = time.monotonic() - self._paused_at, None
 
-    def _drop(self, runtime_load_id: str) -> None:
-        in_use = {BASE_LOAD_ID, *(head.runtime_load_id for head in self._heads.values())}
-        if runtime_load_id in in_use:
+    # ------------------------------------------------------------------ residency
+
+    def require_slot(self, scenario: str, content_id: str | None = None) -> None:
+        """Raises Unavailable unless the other heads, one of this scenario and a candidate all find a slot.
+
+        The slot for candidates is never given to a head: else nobody could publish again. The base needs none.
+        """
+        if content_id == self._base_content_id:
             return
-        try:
-            with crossing(Point.DROP):
-                self._engines.drop(runtime_load_id)
-        except EngineError as error:  # a leak, not a fault: it stays visible in the engine's report
-            log.warning("load %s could not be freed: %s", runtime_load_id, error)
+        slots = self._engines.max_loads
+        base = self._base_content_id
+        others = {
+            name: head.content_id for name, head in self._heads.items() if name != scenario and head.content_id != base
+        }
+        if len(set(others.values())) + 2 > slots:
+            names = ", ".join(sorted(others)[:5]) + (", ..." if len(others) > 5 else "")
+            raise Unavailable(
+                f"scenario {scenario!r} cannot be published: inference.max-loads ({slots}) leaves room for "
+                f"{slots - 1} scenarios with weights of their own, and {len(others)} others have them ({names}); "
+                "raise it, or roll one of them back to its release 0",
+                retry_after=30.0,
+            )
+
+    def residency(self) -> dict[str, Any]:
+        """What the engines hold besides the base load, for people."""
+        return self._residency.status(self._current())
+
+    def _current(self) -> dict[str, str]:
+        return {name: head.runtime_load_id for name, head in self._heads.items()}
 
     # ------------------------------------------------------------------ committed heads
 
@@ -180,24 +208,26 @@ class Publication:
     def _restore(self, heads: Sequence[Release]) -> None:
         self._paused_at = time.monotonic()
         self._lanes, self._replaced = {}, {}
+        self._residency.clear()
         self._engines.pause(PauseMode.IN_PLACE)
         for head in heads:
-            self._engines.stage(self.load_of(head.runtime_load_id, head.content_id))
+            self._residency.stage(self.load_of(head.runtime_load_id, head.content_id), self._current().values())
             self._activate(head.scenario, head.runtime_load_id)
         reports = self._engines.reports()
         for report in reports:
             wrong = {head.scenario for head in heads if not _serves(report, head)}
             if wrong:
                 raise VerificationError(f"{report.engine}: lanes {sorted(wrong)} do not serve their committed heads")
-        for load in {load for report in reports for load in report.loads}:  # of engines that served before
-            self._drop(load)
+        known = {BASE_LOAD_ID, *self._current().values()}
+        for load in {load for report in reports for load in report.loads} - known:  # of engines that served before
+            self._residency.drop(load)
 
-    def bring(self, heads: Sequence[Release]) -> None:
-        """Bring engines, fresh or not, to the committed heads; those that cannot be brought there are replaced."""
+    def prepare_recovery(self, heads: Sequence[Release]) -> None:
+        """At a start, of the service or the coordinator: `restore`; engines that do not get there are replaced."""
         try:
             self.restore(heads, resume=True)
-        except (EngineError, WorkerDied, BarrierError, VerificationError) as error:
-            log.warning("the engines cannot be brought to the committed heads and are replaced: %s", error)
+        except (BarrierError, EngineError, VerificationError, WorkerDied) as error:
+            log.warning("the engines are replaced at once: %s", error)
             self.rebuild(resume=True)
 
     def rebuild(self, *, resume: bool) -> None:

@@ -5,7 +5,8 @@ one job, and what is half done must be ended before anybody else begins. It ends
 
 - a release: published, committed, acknowledged. After the commit nothing can reject it.
 - a rejection: the step's own fault or the evaluation's verdict. Its records are consumed.
-- given back: the machinery failed too often. Nothing is consumed; the records train later.
+- given back: the machinery failed too often. Nothing is consumed; the records train later, and until something went
+  well again the scenario has one attempt a turn, so that it holds nobody up.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class Flight:
     decision: Decision | None = None
     commit: Commit | None = None  # built once, so that repeating it is harmless
     attempts: int = 0
+    impatient: bool = False  # given back after one attempt: its scenario was given back before
     give_back: bool = False
 
     @property
@@ -112,6 +114,7 @@ class Steps:
         self.in_flight = False
         self.outcome = ""
         self.trouble: str | None = None  # why the flight has to try again
+        self._gave_back = False  # the latest batch
         self._services = services
 
     # ------------------------------------------------------------------ beginnings
@@ -134,7 +137,7 @@ class Steps:
             consumed=batch.consumed,
             algorithm_state=algorithm_state,
         )
-        return Flight(await self._next_load_id(), job=job, batch=batch)
+        return Flight(await self._next_load_id(), job=job, batch=batch, impatient=self._gave_back)
 
     @staticmethod
     def recovered(candidate: Candidate) -> Flight:
@@ -181,6 +184,8 @@ class Steps:
                 await asyncio.sleep(min(0.5 * 2**flight.attempts, LONGEST_WAIT))
         finally:
             self.in_flight, self.trouble = False, None
+        if flight.batch is not None:
+            self._gave_back = flight.give_back
         if flight.give_back:
             assert flight.decision is not None
             raise Unavailable(flight.decision.reason)
@@ -215,7 +220,7 @@ class Steps:
         self.trouble = reason
         log.warning("scenario %s: %s, attempt %d: %s", self.name, flight.job_id, flight.attempts, reason)
         rejected = flight.decision is not None and not flight.decision.selected
-        if flight.attempts >= ATTEMPTS and not rejected:
+        if flight.attempts >= (1 if flight.impatient else ATTEMPTS) and not rejected:
             flight.give_back = True
             flight.decision = Decision(False, f"given up after {flight.attempts} attempts, last: {reason}")
 

@@ -100,8 +100,15 @@ class Deployment:
         )
 
     async def _check_chain(self) -> None:
-        """Adapters fit one base model and one kind of trainer only. Raises ConfigError before anything is started."""
-        for state in await self.storage.scenarios():
+        """Adapters fit one base model, one kind of trainer and so many slots. Raises ConfigError before any start."""
+        states = await self.storage.scenarios()
+        heads = {state.head.content_id for state in states} - {self._base}
+        if len(heads) > (slots := self.config.inference.max_loads):
+            raise ConfigError(
+                f"inference.max-loads is {slots}, but {len(heads)} scenarios in {self.data} have weights of their own: "
+                f"set it to {len(heads) + 1} or more (one slot is for the next candidate)"
+            )
+        for state in states:
             base = (await self.storage.releases(state.scenario, limit=10_000_000))[-1]
             if base.content_id != self._base:
                 raise ConfigError(
@@ -244,6 +251,7 @@ class Deployment:
             "training_health": self._training.health(),
             "engines": await self._inference.reports(),
             "trains": self._membership.elsewhere() or "this process",
+            "residency": self._inference.residency,
             "last_pause_seconds": self._inference.pause_seconds,
             "job": None
             if marker is None

@@ -244,8 +244,8 @@ class FakeEngineWorker:
     faults: ClassVar[tuple[dict[str, str], ...]] = ()
     calls: ClassVar[list[str]] = []
 
-    def __init__(self, *, name, **_):
-        self.name = name
+    def __init__(self, *, name, listen, **_):
+        self.name, self.listen = name, listen
         self.mine = dict(FakeEngineWorker.faults[int(name[-1])])
 
     def __getattr__(self, method):
@@ -269,7 +269,7 @@ class FakeEngineWorker:
             return EngineReport(
                 engine=self.name, lanes={}, loads={}, paused=False, free_pages=0, total_pages=0, running=0, waiting=0
             )
-        return {"health": self.mine.get("sick"), "dtype": "float32"}.get(method)
+        return {"health": self.mine.get("sick"), "dtype": "float32", "endpoint": self.listen}.get(method)
 
 
 @pytest.fixture
@@ -283,7 +283,7 @@ def faulty(tmp_path):
         def factory(_, kwargs_per_rank):
             return make_executor("uni", "tests.inference.test_backend:FakeEngineWorker", kwargs_per_rank)
 
-        backend = LocalBackend(tiny_config(tmp_path, engines=len(faults)), factory, **settings)
+        backend = LocalBackend(tiny_config(tmp_path, engines=len(faults), **settings), factory)
         backend.start()
         started.append(backend)
         return backend

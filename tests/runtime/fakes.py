@@ -60,8 +60,10 @@ def scores_of(text: str, num_tokens: int) -> list[float]:
 class FakeEngines(InferenceBackend):
     """Two replicas that share one state; the second scores like the base for texts in `unapplied`."""
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, faults: Faults, slots: int = 8) -> None:
         self.faults = faults
+        self.slots = slots
+        self.in_use: set[str] = set()  # loads that a request decodes with
         self.unapplied: set[str] = set()
         self.served: list[tuple[str, str]] = []  # (lane, runtime load ID) whenever something could be generated
         self._fresh()
@@ -97,6 +99,8 @@ class FakeEngines(InferenceBackend):
 
     def stage(self, load: WeightLoad) -> None:
         self.faults.hit("stage")
+        if len({*self.loads.values(), load.content_id} - {"base"}) > self.slots:
+            raise EngineError(f"no slot for {load.runtime_load_id}")
         self.loads[load.runtime_load_id] = load.content_id
         self.texts[load.runtime_load_id] = text_of(load.path)
 
@@ -112,6 +116,17 @@ class FakeEngines(InferenceBackend):
         assert runtime_load_id not in self.lanes.values(), "drop of a load that serves"
         assert runtime_load_id != BASE_LOAD_ID
         self.loads.pop(runtime_load_id, None)
+
+    def evict(self, runtime_load_id: str) -> bool:
+        self.faults.hit("evict")
+        if runtime_load_id in self.in_use:
+            return False
+        self.drop(runtime_load_id)
+        return True
+
+    @property
+    def max_loads(self) -> int:
+        return self.slots
 
     def score(self, runtime_load_id: str, token_ids: list[int]) -> list[list[float]]:
         text = self.texts[runtime_load_id]

@@ -177,7 +177,7 @@ class MortalEngines(FakeEngines):
     """Once dead, every call fails until they are replaced. Refuses to serve anything but the heads."""
 
     def __init__(self, heads: dict[str, str]) -> None:
-        super().__init__(Faults())
+        super().__init__(Faults(), slots=len(SCENARIOS) + 1)
         self._heads = heads
         self.dead = False
         self.faults.hit = self._hit  # type: ignore[method-assign]

@@ -38,7 +38,9 @@ class LocalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     max_loads: Annotated[
         int,
         msgspec.Meta(
-            ge=2, description="loads resident besides the base model: one per trained scenario, one to publish"
+            ge=2,
+            description="sets of weights resident besides the base model: one for each trained scenario and one to "
+            "publish; adapters of older releases stay for a quick rollback while there is room",
         ),
     ] = 8
     prefix_cache: Annotated[
@@ -66,6 +68,15 @@ class LocalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
         dict[str, Any],
         msgspec.Meta(description="settings of the handler; of the backend's own: max-in-flight, connect-timeout"),
     ] = msgspec.field(default_factory=dict)
+    health_timeout: Annotated[
+        float, msgspec.Meta(gt=0, description="seconds without a sign of life after which an engine is replaced")
+    ] = 10.0
+    control_timeout: Annotated[
+        float,
+        msgspec.Meta(
+            gt=0, description="seconds that an engine which is alive may take for one order: loading weights, pausing"
+        ),
+    ] = 120.0
 
     def __post_init__(self) -> None:
         if self.max_batch_tokens < self.max_running:

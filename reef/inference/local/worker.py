@@ -424,6 +424,10 @@ class EngineWorker:
         with crossing(Point.ENGINE_UNLOAD):
             self._steps.call(lambda engine: engine.drop(runtime_load_id))
 
+    def evict(self, runtime_load_id: str) -> bool:
+        with crossing(Point.ENGINE_UNLOAD):
+            return self._steps.call(lambda engine: engine.evict(runtime_load_id))
+
     def score(self, runtime_load_id: str, token_ids: list[int]) -> list[float]:
         """Log-probabilities of token_ids[1:], [num_tokens - 1]."""
         with crossing(Point.ENGINE_SCORE):
