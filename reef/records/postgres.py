@@ -129,6 +129,10 @@ class PostgresDatabase(Database):
         except psycopg.Error as error:
             raise self.explain(error) from error
 
+    def verify_readable(self) -> None:
+        if not self.exists():
+            raise StorageError(f"there is no database at {self.name}")
+
     def continue_numbers(self, connection: Connection) -> None:
         following = "(SELECT coalesce(max(seq), 0) + 1 FROM records)"
         connection.execute(f"SELECT setval(pg_get_serial_sequence('records', 'seq'), {following}, false)")

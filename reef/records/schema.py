@@ -105,6 +105,20 @@ def create_or_verify(path: Path, busy_timeout: float) -> None:
     _sync_directory(path.parent)
 
 
+def verify_readable(path: Path, busy_timeout: float) -> None:
+    """Make sure that there is a database that this Reef understands, writing nothing. Raises StorageError."""
+    if not path.is_file():
+        raise StorageError(f"there is no database at {path}")
+    try:
+        connection = connect_reader(path, busy_timeout)
+        try:
+            _verify_header(connection, path)
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        raise explain(error, path) from error
+
+
 def read_version(path: Path) -> int:
     """The schema's version, looked at read-only. Raises StorageError."""
     try:
@@ -135,8 +149,11 @@ def connect_writer(path: Path, busy_timeout: float) -> SqliteConnection:
 
 
 def connect_reader(path: Path, busy_timeout: float) -> SqliteConnection:
+    """A connection that cannot write. SQLite may leave an empty -wal and an -shm beside the file."""
+    # Where those cannot be made (an archive) and no WAL waits to be read, the file may only be read as it is.
+    archived = not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists()
     return sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode=ro",
+        f"{path.absolute().as_uri()}?mode=ro" + ("&immutable=1" if archived else ""),
         uri=True,
         timeout=busy_timeout,
         isolation_level=None,
@@ -162,22 +179,27 @@ def explain(error: Exception, path: Path) -> StorageError:
 
 def _verify(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("BEGIN IMMEDIATE")  # of two processes that create it, one waits and finds it created
-    (application,) = connection.execute("PRAGMA application_id").fetchone()
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    version = _verify_header(connection, path) if tables else 0
     if tables == 0:
-        version = 0
         connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
-    elif application != APPLICATION_ID:
-        raise StorageError(f"{path} is a database of another program: choose another storage.path")
-    elif version > SCHEMA_VERSION:
-        raise StorageError(f"{path} has schema {version}, this Reef knows {SCHEMA_VERSION}: use the Reef that wrote it")
     if version < SCHEMA_VERSION:
         for step in _STEPS[version:]:
             for statement in step.split(";\n"):
                 connection.execute(statement)
         connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
     connection.execute("COMMIT")
+
+
+def _verify_header(connection: sqlite3.Connection, path: Path) -> int:
+    """Return the schema's version. Raises StorageError for a foreign or newer one."""
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if application != APPLICATION_ID:
+        raise StorageError(f"{path} is a database of another program: choose another storage.path")
+    if version > SCHEMA_VERSION:
+        raise StorageError(f"{path} has schema {version}, this Reef knows {SCHEMA_VERSION}: use the Reef that wrote it")
+    return int(version)
 
 
 def _sync_directory(directory: Path) -> None:

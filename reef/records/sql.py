@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from reef.errors import ReefError, StorageError
+from reef.errors import ReefError
 
 T = TypeVar("T")
 
@@ -44,6 +44,10 @@ class Database(ABC):
     @abstractmethod
     def create_or_verify(self) -> None:
         """Create the tables, bring older ones up to date, or raise StorageError saying what to do."""
+
+    @abstractmethod
+    def verify_readable(self) -> None:
+        """Make sure that there is one that this Reef understands, changing nothing. Raises StorageError."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -117,10 +121,6 @@ class Database(ABC):
 
     @abstractmethod
     def roll_back(self, connection: Connection) -> None: ...
-
-    @property
-    def closed(self) -> StorageError:
-        return StorageError(f"{self.name} is not open")
 
 
 def chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:

@@ -39,6 +39,9 @@ class SqliteDatabase(Database):
     def create_or_verify(self) -> None:
         schema.create_or_verify(self.path, self._busy_timeout)
 
+    def verify_readable(self) -> None:
+        schema.verify_readable(self.path, self._busy_timeout)
+
     def describe(self) -> str:
         version = schema.read_version(self.path) if self.path.exists() else None
         return f"{self.path} is made on first use" if version is None else f"{self.path} has schema {version}"
@@ -92,10 +95,15 @@ class SqliteDatabase(Database):
 
 
 class SqliteStorage(SqlStorage):
-    """One file; several processes may open it, and SQLite's lock orders their writes."""
+    """One file; several processes may open it, and SQLite's lock orders their writes.
 
-    def __init__(self, path: Path, *, busy_timeout: float = 10.0, read_threads: int = 4) -> None:
-        super().__init__(SqliteDatabase(path, busy_timeout), readers=read_threads)
+    With `read_only` nothing is created or changed, and everything that would write raises StorageError.
+    """
+
+    def __init__(
+        self, path: Path, *, busy_timeout: float = 10.0, read_threads: int = 4, read_only: bool = False
+    ) -> None:
+        super().__init__(SqliteDatabase(path, busy_timeout), readers=read_threads, read_only=read_only)
 
     def _appending(self, encoded: Encoded) -> Callable[[Connection], tuple[int, float]]:
         return partial(append, encoded=encoded)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+from reef.errors import StorageError
 from reef.points import Point
 from reef.records import chain, moving, rows
 from reef.records.codec import Encoded, encode
@@ -45,21 +46,25 @@ class SqlStorage(Storage):
     Several processes may use one database; it orders their writes.
     """
 
-    def __init__(self, database: Database, *, readers: int, patience: float = 0.0) -> None:
+    def __init__(self, database: Database, *, readers: int, patience: float = 0.0, read_only: bool = False) -> None:
         """`patience`: seconds for which a write waits for a database that is away."""
         self.database = database
         self._num_readers = readers
         self._patience = patience
+        self._read_only = read_only
         self._writer: GroupWriter | None = None
         self._readers: ThreadPoolExecutor | None = None
         self._lease = ""  # the tenure that this storage commits under
 
     async def open(self) -> None:
         """Raises StorageError saying what to do about a foreign, newer, damaged, unreachable or unwritable one."""
-        if self._writer is not None:
+        if self._readers is not None:
             return
-        await asyncio.to_thread(self.database.create_or_verify)
+        prepare = self.database.verify_readable if self._read_only else self.database.create_or_verify
+        await asyncio.to_thread(prepare)
         self._readers = ThreadPoolExecutor(self._num_readers, thread_name_prefix="reef-reader")
+        if self._read_only:
+            return
         try:
             await self._read(partial(moving.refuse_while_moving, name=self.database.name))
         except BaseException:
@@ -74,8 +79,8 @@ class SqlStorage(Storage):
     async def close(self) -> None:
         """Finish what waits, then close. A closed storage may be opened again."""
         writer, self._writer, self._lease = self._writer, None, ""
+        await self._close_readers()
         if writer is not None:
-            await self._close_readers()
             await writer.close()  # SQLite's last connection folds the WAL into the file
 
     async def _close_readers(self) -> None:
@@ -196,12 +201,12 @@ class SqlStorage(Storage):
 
     async def _write(self, operation: Callable[[Connection], T], point: Point | None = None) -> T:
         if self._writer is None:
-            raise self.database.closed
+            raise StorageError(f"{self.database.name} is not open" + (" for writing" if self._read_only else ""))
         return await self._writer.submit(operation, point)
 
     async def _read(self, query: Callable[[Connection], T]) -> T:
         if self._readers is None:
-            raise self.database.closed
+            raise StorageError(f"{self.database.name} is not open")
         return await asyncio.get_running_loop().run_in_executor(self._readers, self.database.read, query)
 
 

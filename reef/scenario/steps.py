@@ -35,6 +35,7 @@ from reef.runtime.interfaces import (
     Disposition,
     Evaluation,
     Evaluator,
+    PauseMode,
     Recipe,
     Release,
     ReleaseKind,
@@ -68,6 +69,7 @@ class Services:
     probe_ids: list[int]
     released: Callable[[], Awaitable[None]]  # called after every release, while the turn is still held
     elsewhere: Callable[[], str | None] = lambda: None  # why another process must train, release, roll back
+    pause_mode: PauseMode = PauseMode.IN_PLACE  # what a publication does to requests in flight; releases say it
 
 
 @dataclass(slots=True)
@@ -265,6 +267,7 @@ class Steps:
         assert flight.evaluation is not None and flight.decision is not None
         if flight.commit is None:
             release = chain.next_release(self.head, candidate, flight.evaluation, time.time())
+            release.metrics["pause_mode"] = str(self._services.pause_mode)  # may older KV lie under its tokens?
             flight.commit = Commit(
                 commit_id=candidate.job_id,
                 scenario=self.name,
