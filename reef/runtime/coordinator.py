@@ -298,7 +298,7 @@ class Coordinator:
             endpoints=self._engines.endpoints(),
             engines=engines,
             trainer=trainer,
-            pause_seconds=self._publication.pause_seconds,
+            pause_phases=self._publication.clock.newest,
             memory={} if self._colocation is None else dict(self._colocation.reports),
             step_seconds=None if self._colocation is None else self._colocation.step_seconds,
             residency=self._publication.residency(),

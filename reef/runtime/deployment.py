@@ -147,8 +147,8 @@ class EngineRuntime(InferenceRuntime):
             return []
 
     @property
-    def pause_seconds(self) -> float | None:
-        return self._status.pause_seconds if self._status is not None else None
+    def pause_phases(self) -> dict[str, float]:
+        return self._status.pause_phases if self._status is not None else {}
 
     @property
     def memory(self) -> dict[str, Any] | None:
