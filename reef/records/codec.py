@@ -84,6 +84,8 @@ class _PackedExchange(msgspec.Struct, array_like=True):
     release_id: str | None
     tags: dict[str, str]
     generations: list[_PackedGeneration]
+    parent_id: str | None = None
+    fork_of: str | None = None
 
 
 _exchange_decoder = msgspec.msgpack.Decoder(_PackedExchange)
@@ -201,6 +203,8 @@ def _pack_exchange(record: InferenceRecord) -> bytes:
         release_id=record.release_id,
         tags=dict(sorted(record.tags.items())),
         generations=[_pack_generation(generation) for generation in record.generations],
+        parent_id=record.parent_id,
+        fork_of=record.fork_of,
     )
     return msgspec.msgpack.encode(exchange)
 
@@ -235,6 +239,8 @@ def _unpack_exchange(
         release_id=exchange.release_id,
         generations=[_unpack_generation(packed) for packed in exchange.generations],
         tags=exchange.tags,
+        parent_id=exchange.parent_id,
+        fork_of=exchange.fork_of,
         sequence=sequence,
     )
 

@@ -23,12 +23,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from reef.errors import Conflict, EngineError, InvalidRequest, ReefError, Unavailable
-from reef.inference.chat.service import ChatRequest, ChatStream, Delta
+from reef.inference.chat.choice import Delta
+from reef.inference.chat.service import ChatStream
 from reef.runtime.interfaces import Ending, InferenceRecord
 from reef.service.failures import failure_response
 from reef.service.gateway import Gateway
 from reef.service.request import RECEIPT_HEADER, RequestHead, new_record_id
-from reef.service.wire.base import ChatCall, Writer
+from reef.service.wire.base import Api, ChatCall
 
 CLIENT_CLOSED_REQUEST = 499
 JSON = "application/json"
@@ -38,18 +39,16 @@ EVENT_STREAM = "text/event-stream; charset=utf-8"
 class Exchange:
     """An ASGI response that generates, records and sends the answer to one call."""
 
-    def __init__(
-        self, gateway: Gateway, head: RequestHead, call: ChatCall, writer: type[Writer], route: str, body: bytes
-    ) -> None:
+    def __init__(self, gateway: Gateway, head: RequestHead, call: ChatCall, api: Api, body: bytes) -> None:
         self._gateway = gateway
         self._head = head
         self._call = call
-        self._route = route
+        self._route = api.route
         self._body = body
         self._record_id = head.record_id or new_record_id()
         self._created_at = time.time()
         model = gateway.deployment.models()[0]
-        self._writer = writer(call, self._record_id, int(self._created_at), model)
+        self._writer = api.writer(call, self._record_id, int(self._created_at), model)
         self._release_id: str | None = None
         self._sent: list[bytes] = []
 
@@ -104,21 +103,11 @@ class Exchange:
                 watcher.cancel()
 
     async def _start(self) -> ChatStream:
-        call = self._call
-        request = ChatRequest(
-            request_id=new_record_id(),
-            messages=call.messages,
-            sampling=call.sampling,
-            max_tokens=call.max_tokens,
-            n=call.n,
-            lane=self._head.scenario,
-            logprobs=call.logprobs,
-        )
+        request = self._call.request(new_record_id(), self._record_id, self._head.scenario)
         try:
             return await self._gateway.deployment.chat.start(request)
         except InvalidRequest as error:
-            if error.field == "max_tokens":
-                error.field = call.max_tokens_field
+            error.field = self._call.field_of(error)
             raise
 
     async def _whole(self, stream: ChatStream, first: Delta | None) -> Response:
@@ -134,7 +123,7 @@ class Exchange:
         else:
             # The client saw nothing of this answer, so its own id stays free for another try.
             self._record_id = new_record_id()
-            response = _cut_response(stream.ending, error)
+            response = _cut_response(stream.ending, error, self._route)
         stream.abort(Ending.ENGINE_CUT)
         response.headers[RECEIPT_HEADER] = self._record_id
         await self._record(stream, bytes(response.body), response.status_code)
@@ -149,7 +138,7 @@ class Exchange:
             await self._record(stream, b"".join(self._sent), 200)
 
     async def _send_deltas(self, stream: ChatStream, first: Delta, send: Send) -> None:
-        await self._send_part(self._writer.opening(), send)
+        await self._send_part(self._writer.opening(stream.choices), send)
         unfinished = len(stream.choices)
         delta: Delta | None = first
         failure = "the server is shutting down"
@@ -159,7 +148,7 @@ class Exchange:
                 unfinished -= 1
                 if unfinished == 0:
                     break
-                await self._send_part(self._writer.ended(delta), send)
+                await self._send_part(self._writer.ended(delta, stream.choices[delta.index]), send)
             delta = await anext(stream, None)
         if delta is not None and unfinished:
             failure = delta.error or "the engine failed"
@@ -200,9 +189,11 @@ class Exchange:
                 release_id=self._release_id,
                 generations=stream.generations,
                 tags=self._head.tags,
+                parent_id=stream.prompt.parent_id,
+                fork_of=stream.prompt.fork_of,
             )
         )
-        self._gateway.deployment.chat.remember(stream)
+        self._gateway.deployment.chat.remember(stream, self._record_id)
 
     def _stream_headers(self) -> list[tuple[bytes, bytes]]:
         return [
@@ -219,7 +210,7 @@ async def _abort_when_client_leaves(receive: Receive, stream: ChatStream) -> Non
     stream.abort(Ending.CLIENT_LEFT)
 
 
-def _cut_response(ending: Ending, reason: str) -> Response:
+def _cut_response(ending: Ending, reason: str, path: str) -> Response:
     if ending is Ending.CLIENT_LEFT:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return failure_response(Unavailable(reason))
+    return failure_response(Unavailable(reason), path)

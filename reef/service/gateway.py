@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cached_property
 from typing import Any
 
 from starlette.requests import Request
@@ -15,6 +16,7 @@ from reef.inference.chat.service import ChatStream
 from reef.runtime.interfaces import Ending
 from reef.scenario.scenario import Scenario
 from reef.service.config import ServiceConfig
+from reef.service.recall import Recall
 from reef.service.runtime import Deployment
 
 CUT_SECONDS = 2.0
@@ -36,6 +38,11 @@ class Gateway:
     def of(request: Request) -> Gateway:
         gateway: Gateway = request.app.state.gateway
         return gateway
+
+    @cached_property
+    def recall(self) -> Recall:
+        """What the store knows of earlier answers."""
+        return Recall(self.deployment.storage, self.deployment.chat, self.started_at)
 
     @property
     def in_flight(self) -> int:

@@ -226,7 +226,7 @@ class ChatService:
             return
         prompt = await self._prompts.build(request.lane, conversation)
         for index, generation in enumerate(generations):
-            answer = Answer(f"{request.call_ids}{index}")
+            answer = Answer(f"{request.call_ids}_{index}_")
             options = self._choice_options(conversation, prompt, request.sampling.stop, logprobs=False)
             read_generation(self.tokenizer, generation, self._parser(conversation, prompt), answer, options)
             self._remember(prompt, self._raw(generation.prompt_ids), answer, generation, receipt)
@@ -266,7 +266,7 @@ class ChatService:
         options = self._choice_options(conversation, prompt, sampling.stop, logprobs=request.logprobs)
         options = replace(options, temperature=sampling.temperature)
         parser = self._parser(conversation, prompt)
-        return Choice(index, self.tokenizer, prompt.ids, parser, Answer(f"{request.call_ids}{index}"), options)
+        return Choice(index, self.tokenizer, prompt.ids, parser, Answer(f"{request.call_ids}_{index}_"), options)
 
     def _choice_options(
         self, conversation: Conversation | None, prompt: Prompt, stop: list[str], *, logprobs: bool
