@@ -55,14 +55,16 @@ class Recall:
         if not isinstance(call, ResponsesCall) or call.goes_on_from is None:
             return call
         items: list[dict[str, Any]] = []
+        receipts: list[str] = []
         receipt: str | None = call.goes_on_from
-        for _ in range(MAX_CHAIN):
+        while len(receipts) < MAX_CHAIN:
             if receipt is None:
-                return call.after(items)
+                return call.after(items, receipts)
             stored = await self._stored(scenario, receipt)
             if stored is None:
                 raise InvalidRequest(f"there is no response '{ID_PREFIX}{receipt}'", "previous_response_id")
             items = [*stored.items, *stored.response["output"], *items]
+            receipts.append(receipt)
             receipt = stored.goes_on_from
         raise InvalidRequest(f"at most {MAX_CHAIN} responses may be chained", "previous_response_id")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -56,13 +56,17 @@ class Known:
 
 
 class SampledTurns:
-    """An LRU of conversations that ended in an answer of ours, bounded by the tokens it holds."""
+    """An LRU of conversations that ended in an answer of ours, bounded by the tokens it holds.
+
+    The same conversation may have had the same answer several times, sampled in different tokens.
+    """
 
     def __init__(self, max_tokens: int = 4_000_000) -> None:
         self._max_tokens = max_tokens
         self._tokens = 0
-        self._turns: OrderedDict[bytes, Turn] = OrderedDict()
-        self._asked: dict[bytes, list[bytes]] = {}  # key of what was asked -> keys of the answers
+        self._turns: OrderedDict[tuple[bytes, str], Turn] = OrderedDict()  # by conversation and receipt
+        self._answers: dict[bytes, list[str]] = {}  # receipts by the conversation that the answer ends
+        self._asked: dict[bytes, list[str]] = {}  # receipts by the conversation that was asked
 
     def remember(
         self,
@@ -79,15 +83,19 @@ class SampledTurns:
         if len(ids) > self._max_tokens:
             return
         *_, asked, key = _keys(context, [*messages, answer])
-        self._forget(key)
-        self._turns[key] = Turn(receipt, answer, array("I", ids), num_prompt, asked, len(text), _digest(text))
-        self._asked.setdefault(asked, []).append(key)
+        self._forget(key, receipt)
+        self._turns[key, receipt] = Turn(receipt, answer, array("I", ids), num_prompt, asked, len(text), _digest(text))
+        self._answers.setdefault(key, []).append(receipt)
+        self._asked.setdefault(asked, []).append(receipt)
         self._tokens += len(ids)
         while self._tokens > self._max_tokens:
-            self._forget(next(iter(self._turns)))
+            self._forget(*next(iter(self._turns)))
 
-    def look_up(self, context: bytes, messages: Sequence[Message]) -> Known:
-        """Which of the assistant's turns are answers of ours, each to exactly what precedes it."""
+    def look_up(self, context: bytes, messages: Sequence[Message], receipts: Container[str] = ()) -> Known:
+        """Which of the assistant's turns are answers of ours, each to exactly what precedes it.
+
+        `receipts` are those of answers that the conversation is known to hold.
+        """
         known = Known()
         if not self._turns or not any(message.role == "assistant" for message in messages):
             return known
@@ -95,24 +103,36 @@ class SampledTurns:
         for position, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            turn = self._turns.get(keys[position + 1])
-            if turn is not None and message.reasoning.strip() in ("", turn.message.reasoning.strip()):
-                self._turns.move_to_end(keys[position + 1])
+            turn = self._turn(keys[position + 1], message, receipts)
+            if turn is not None:
                 known.turns[position] = turn
                 known.fork_of = None
             elif known.fork_of is None and (answers := self._asked.get(keys[position])):
-                known.fork_of = self._turns[answers[-1]].receipt
+                known.fork_of = answers[-1]
         return known
 
-    def _forget(self, key: bytes) -> None:
-        turn = self._turns.pop(key, None)
+    def _turn(self, key: bytes, message: Message, receipts: Container[str]) -> Turn | None:
+        """The likeliest of the answers that read like this: the ids of calls tell, or a receipt; else the newest."""
+        turns = [self._turns[key, receipt] for receipt in self._answers.get(key, ())]
+        calls = {call.id for call in message.tool_calls}
+        turns = [turn for turn in turns if message.reasoning.strip() in ("", turn.message.reasoning.strip())]
+        if not turns:
+            return None
+        by_calls = [turn for turn in turns if calls and calls == {call.id for call in turn.message.tool_calls}]
+        by_receipt = [turn for turn in turns if turn.receipt in receipts]
+        found = (by_calls or by_receipt or turns)[-1]
+        self._turns.move_to_end((key, found.receipt))
+        return found
+
+    def _forget(self, key: bytes, receipt: str) -> None:
+        turn = self._turns.pop((key, receipt), None)
         if turn is None:
             return
         self._tokens -= len(turn.ids)
-        answers = self._asked[turn.asked]
-        answers.remove(key)
-        if not answers:
-            del self._asked[turn.asked]
+        for receipts, place in ((self._answers, key), (self._asked, turn.asked)):
+            receipts[place].remove(receipt)
+            if not receipts[place]:
+                del receipts[place]
 
 
 def context_of(lane: str, tools: Sequence[Tool], options: Mapping[str, Any]) -> bytes:

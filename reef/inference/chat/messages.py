@@ -77,6 +77,7 @@ class Conversation:
     effort: str | None = None  # how long to think: "none", "minimal", "low", "medium", "high", ...
     thinking: bool | None = None  # None: as the model's template would have it
     prefill: bool = False  # the last message is the beginning of the answer
+    receipts: frozenset[str] = frozenset()  # of answers of ours that it is known to hold
 
 
 def parsed_arguments(arguments: str) -> Any:

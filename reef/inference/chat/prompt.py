@@ -56,7 +56,7 @@ class PromptBuilder:
         options = template.options(conversation)
         asked = conversation.messages[:-1] if conversation.prefill else conversation.messages
         context = context_of(lane, tools, options)
-        known = self._sampled.look_up(context, asked)
+        known = self._sampled.look_up(context, asked, conversation.receipts)
         messages = [*_with_ours(asked, known), *conversation.messages[len(asked) :]]
         text = template.render(messages, tools, options, prefill=conversation.prefill)
         starts_reasoning = not conversation.prefill and self.tokenizer.format.starts_reasoning(text)

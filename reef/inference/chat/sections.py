@@ -52,6 +52,9 @@ class Trimmed(Section):
         self.ended = int(self._kind is Kind.ARGUMENTS)
         return []
 
+    def finish(self) -> list[Piece]:
+        return self.close()
+
 
 class Text(Section):
     """What the assistant says. White space between it and another section is dropped."""

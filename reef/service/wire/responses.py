@@ -188,14 +188,15 @@ class ResponsesCall(ChatCall):
     goes_on_from: str | None = None
     echoed: dict[str, Any] = field(default_factory=dict)  # what the answer repeats of the request
 
-    def after(self, items: Sequence[dict[str, Any]]) -> ResponsesCall:
-        """The same call, after these earlier items. Raises InvalidRequest naming one that cannot be honoured."""
+    def after(self, items: Sequence[dict[str, Any]], receipts: Sequence[str] = ()) -> ResponsesCall:
+        """The same call, after these earlier items of these answers. Raises InvalidRequest naming a bad item."""
         assert self.conversation is not None
         told = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
         messages = [*told, *messages_of([*items, *self.items], len(items))]
         if not messages:
             raise InvalidRequest("must have at least 1 item", "input")
-        return replace(self, conversation=replace(self.conversation, messages=messages))
+        conversation = replace(self.conversation, messages=messages, receipts=frozenset(receipts))
+        return replace(self, conversation=conversation)
 
 
 def parse_responses(body: bytes) -> ResponsesCall:
