@@ -100,8 +100,9 @@ class ResponsesWriter(Writer):
         return end + self._event(f"response.{final['status']}", response=final)
 
     def failure(self, error: ReefError) -> bytes:
+        """The fields of the event as documented, and the object that client libraries look for."""
         detail = error_detail(error)
-        return self._event("error", code=detail["code"], message=detail["message"], param=detail["param"])
+        return self._event("error", code=detail["code"], message=detail["message"], param=detail["param"], error=detail)
 
     # ------------------------------------------------------------------ items
 
