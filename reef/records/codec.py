@@ -84,11 +84,16 @@ class _PackedExchange(msgspec.Struct, array_like=True):
     release_id: str | None
     tags: dict[str, str]
     generations: list[_PackedGeneration]
+
+
+class _LinkedExchange(_PackedExchange, array_like=True):
+    """One that goes on from another. Without links the array is as long as it was before there were any."""
+
     parent_id: str | None = None
     fork_of: str | None = None
 
 
-_exchange_decoder = msgspec.msgpack.Decoder(_PackedExchange)
+_exchange_decoder = msgspec.msgpack.Decoder(_LinkedExchange)
 
 
 def encode(record: Record) -> Encoded:
@@ -195,18 +200,18 @@ def _json_content(record: ReportRecord | InstructionRecord) -> bytes:
 
 
 def _pack_exchange(record: InferenceRecord) -> bytes:
-    exchange = _PackedExchange(
-        route=record.route,
-        request=record.request,
-        response=record.response,
-        status=record.status,
-        release_id=record.release_id,
-        tags=dict(sorted(record.tags.items())),
-        generations=[_pack_generation(generation) for generation in record.generations],
-        parent_id=record.parent_id,
-        fork_of=record.fork_of,
+    fields = (
+        record.route,
+        record.request,
+        record.response,
+        record.status,
+        record.release_id,
+        dict(sorted(record.tags.items())),
+        [_pack_generation(generation) for generation in record.generations],
     )
-    return msgspec.msgpack.encode(exchange)
+    if record.parent_id is None and record.fork_of is None:
+        return msgspec.msgpack.encode(_PackedExchange(*fields))
+    return msgspec.msgpack.encode(_LinkedExchange(*fields, record.parent_id, record.fork_of))
 
 
 def _pack_generation(generation: Generation) -> _PackedGeneration:

@@ -109,7 +109,8 @@ class Deployment:
         self._contents = contents = DirectoryContentStore(data / "artifacts")
         engines = LocalBackend(config.inference, partial(self._workplace.executor, ENGINE), base_content_id=base)
         self.handler: InferenceHandler = LocalHandler(engines.socket_paths)
-        tokenizer = await asyncio.to_thread(ChatTokenizer.load, model)
+        formats = config.inference.tool_format, config.inference.reasoning_format
+        tokenizer = await asyncio.to_thread(ChatTokenizer.load, model, *formats)
         self.chat = ChatService(tokenizer, self.handler)
         probe = probe_ids(tokenizer.vocab_size)
         pause_mode = PauseMode(config.inference.pause_mode)
