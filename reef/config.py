@@ -30,7 +30,7 @@ from reef.errors import ConfigError
 from reef.inference.local.config import LocalConfig
 from reef.recipe.config import EvaluationConfig, RecipeConfig
 from reef.records.config import StorageConfig
-from reef.runtime.deployment import ExecutionConfig
+from reef.runtime.config import ExecutionConfig
 from reef.service.config import NoTraining, ObservabilityConfig, ReefConfig, ServiceConfig
 from reef.train.torch_backend.config import TorchConfig
 
