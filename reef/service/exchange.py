@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from contextlib import suppress
+from typing import TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -30,6 +32,8 @@ from reef.service.failures import failure_response
 from reef.service.gateway import Gateway
 from reef.service.request import RECEIPT_HEADER, RequestHead, new_record_id
 from reef.service.wire.base import Api, ChatCall
+
+Result = TypeVar("Result")
 
 CLIENT_CLOSED_REQUEST = 499
 JSON = "application/json"
@@ -84,11 +88,11 @@ class Exchange:
         self._gateway.admit()
         scenario = await self._gateway.existing(self._head.scenario)
         head = scenario.head if scenario is not None else None
-        stream = await self._start()
+        stream = await self._in_terms_of_this_api(self._start())
         async with self._gateway.generating(stream):
             watcher = asyncio.create_task(_abort_when_client_leaves(receive, stream))
             try:
-                first = await anext(stream, None)
+                first = await self._in_terms_of_this_api(anext(stream, None))
                 if first is not None and first.ending is Ending.ENGINE_CUT and not stream.began:
                     raise Unavailable(first.error or "the engine failed")
                 if head is None:  # created only now: a request that is refused creates nothing
@@ -102,13 +106,17 @@ class Exchange:
             finally:
                 watcher.cancel()
 
-    async def _start(self) -> ChatStream:
-        request = self._call.request(new_record_id(), self._record_id, self._head.scenario)
+    async def _in_terms_of_this_api(self, asking: Awaitable[Result]) -> Result:
+        """What is refused names the field as this API calls it."""
         try:
-            return await self._gateway.deployment.chat.start(request)
+            return await asking
         except InvalidRequest as error:
             error.field = self._call.field_of(error)
             raise
+
+    async def _start(self) -> ChatStream:
+        request = self._call.request(new_record_id(), self._record_id, self._head.scenario)
+        return await self._gateway.deployment.chat.start(request)
 
     async def _whole(self, stream: ChatStream, first: Delta | None) -> Response:
         deltas: list[list[Delta]] = [[] for _ in stream.choices]

@@ -54,8 +54,9 @@ class ChatCall:
         )
 
     def field_of(self, error: InvalidRequest) -> str | None:
-        """The field that `error` complains about, as this API calls it."""
-        return None if error.field is None else self.fields.get(error.field, error.field)
+        """The field that `error` complains about, as this API calls it. Engines name fields of `sampling`."""
+        name = None if error.field is None else error.field.removeprefix("sampling.")
+        return None if name is None else self.fields.get(name, name)
 
 
 class Writer(ABC):

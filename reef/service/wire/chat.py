@@ -202,7 +202,7 @@ def parse_chat(body: bytes) -> ChatCall:
         conversation=_conversation(chat),
         sampling=chat.sampling(chat.top_logprobs or 0),
         max_tokens=limit,
-        fields={"max_tokens": limit_field},
+        fields={"max_tokens": limit_field, "grammar": "response_format" if chat.response_format else "tools"},
         n=chat.n or 1,
         stream=bool(chat.stream),
         include_usage=bool(chat.stream_options and chat.stream_options.include_usage),

@@ -149,7 +149,7 @@ class MessagesBody(CountBody, kw_only=True, forbid_unknown_fields=True):
 
 _DECODER = msgspec.json.Decoder(MessagesBody)
 _COUNT_DECODER = msgspec.json.Decoder(CountBody)
-_FIELDS = {"reasoning_effort": "output_config.effort"}
+_FIELDS = {"reasoning_effort": "output_config.effort", "stop": "stop_sequences"}
 
 
 def parse_messages(body: bytes) -> ChatCall:
@@ -168,7 +168,7 @@ def parse_messages(body: bytes) -> ChatCall:
         conversation=_conversation(given),
         sampling=sampling,
         max_tokens=given.max_tokens,
-        fields=_FIELDS,
+        fields={**_FIELDS, "grammar": "output_config.format" if given.output_config else "tools"},
         stream=bool(given.stream),
         call_prefix="toolu_",
     )

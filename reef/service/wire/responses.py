@@ -212,7 +212,7 @@ def parse_responses(body: bytes) -> ResponsesCall:
             top_logprobs=given.top_logprobs or 0 if logprobs else 0,
         ),
         max_tokens=given.max_output_tokens,
-        fields=_FIELDS,
+        fields={**_FIELDS, "grammar": "text.format" if given.text and given.text.format else "tools"},
         stream=bool(given.stream),
         logprobs=logprobs,
         instructions=given.instructions,
