@@ -10,9 +10,7 @@ import jsonschema
 import openai
 import pytest
 
-from reef.config import resolve
-from reef.service.app import build
-from tests.service.conftest import Running, running
+from tests.service.conftest import Running, serving
 from tests.service.test_messages import client
 
 if find_spec("llguidance") is None or find_spec("reef.inference.local.grammar") is None:
@@ -32,14 +30,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 @pytest.fixture(scope="module")
 def real(tiny_model, tmp_path_factory) -> Iterator[Running]:
-    flags = {
-        "inference.model-path": str(tiny_model),
-        "inference.dtype": "float32",
-        "inference.threads": "1",
-        "execution.executor": "uni",
-        "reef.data-dir": str(tmp_path_factory.mktemp("grammar")),
-    }
-    with running(build(resolve(file=None, environ={}, flags=flags).config)) as found:
+    with serving(tmp_path_factory.mktemp("grammar"), tiny_model, **{"inference.dtype": "float32"}) as found:
         yield found
 
 

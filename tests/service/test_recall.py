@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from reef.service import recall
-from tests.service.conftest import running
+from tests.service.conftest import running, serving
 from tests.service.fakes import FakeDeployment
 from tests.service.test_messages import client
 from tests.service.test_tools import WEATHER, create
@@ -155,3 +155,21 @@ def test_a_request_of_an_older_format_is_passed_over(restarted):
 
         storage.page = page
         assert gateway.chat(messages=[*HELLO, message, *HELLO]).status_code == 200
+
+
+def test_the_whole_deployment(tiny_model, tmp_path):
+    """The second process has the tokens of the first one's answer from its records, not from its text."""
+    hello = [{"role": "user", "content": "Hello"}]
+    options = {"model": "m", "max_tokens": 64, "seed": 3, "extra_body": {"ignore_eos": True}}
+    with serving(tmp_path, tiny_model, **{"inference.dtype": "float32"}) as real:
+        answer = real.openai.chat.completions.create(messages=hello, **options)
+        (before,) = real.records()
+        sampled = before["generations"][0]
+        assert real.deployment.chat.tokenizer.encode_now(answer.choices[0].message.content) != sampled["output_ids"]
+    with serving(tmp_path, tiny_model, **{"inference.dtype": "float32"}) as real:
+        messages = [*hello, answer.choices[0].message.model_dump(), *hello]
+        real.openai.chat.completions.create(messages=messages, **options)
+        after = real.records()[-1]
+        whole = sampled["prompt_ids"] + sampled["output_ids"]
+        assert after["generations"][0]["prompt_ids"][: len(whole)] == whole
+        assert after["parent_id"] == before["agent_record_id"]
