@@ -204,7 +204,7 @@ class InferenceRecord:
     release_id: str | None  # head of the chain when the request was admitted
     generations: list[Generation]
     tags: dict[str, str] = field(default_factory=dict)
-    parent_id: str | None = None  # receipt of the answer that the conversation goes on from, token by token
+    parent_id: str | None = None  # receipt of the answer of ours that the conversation goes on from
     fork_of: str | None = None  # receipt of the answer in whose place the conversation has another one
     sequence: int = 0  # total order in the store; assigned by it
 

@@ -30,6 +30,7 @@ class Turn:
     message: Message
     ids: array[int]
     num_prompt: int
+    context: bytes  # what shaped the prompt besides the messages
     asked: bytes  # key of what was asked
     text_length: int
     text_digest: bytes
@@ -70,6 +71,7 @@ class SampledTurns:
 
     def remember(
         self,
+        lane: str,
         context: bytes,
         messages: Sequence[Message],
         answer: Message,
@@ -79,19 +81,21 @@ class SampledTurns:
         num_prompt: int,
         receipt: str,
     ) -> None:
-        """`context` stands for all that shapes the prompt besides `messages`."""
+        """`context` stands for all that shapes the prompt besides `messages`: tools, options of the template."""
         if len(ids) > self._max_tokens:
             return
-        *_, asked, key = _keys(context, [*messages, answer])
+        *_, asked, key = _keys(lane, [*messages, answer])
         self._forget(key, receipt)
-        self._turns[key, receipt] = Turn(receipt, answer, array("I", ids), num_prompt, asked, len(text), _digest(text))
+        self._turns[key, receipt] = Turn(
+            receipt, answer, array("I", ids), num_prompt, context, asked, len(text), _digest(text)
+        )
         self._answers.setdefault(key, []).append(receipt)
         self._asked.setdefault(asked, []).append(receipt)
         self._tokens += len(ids)
         while self._tokens > self._max_tokens:
             self._forget(*next(iter(self._turns)))
 
-    def look_up(self, context: bytes, messages: Sequence[Message], receipts: Container[str] = ()) -> Known:
+    def look_up(self, lane: str, context: bytes, messages: Sequence[Message], receipts: Container[str] = ()) -> Known:
         """Which of the assistant's turns are answers of ours, each to exactly what precedes it.
 
         `receipts` are those of answers that the conversation is known to hold.
@@ -99,11 +103,11 @@ class SampledTurns:
         known = Known()
         if not self._turns or not any(message.role == "assistant" for message in messages):
             return known
-        keys = _keys(context, messages)
+        keys = _keys(lane, messages)
         for position, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            turn = self._turn(keys[position + 1], message, receipts)
+            turn = self._turn(keys[position + 1], message, context, receipts)
             if turn is not None:
                 known.turns[position] = turn
                 known.fork_of = None
@@ -111,8 +115,8 @@ class SampledTurns:
                 known.fork_of = answers[-1]
         return known
 
-    def _turn(self, key: bytes, message: Message, receipts: Container[str]) -> Turn | None:
-        """The likeliest of the answers that read like this: the ids of calls tell, or a receipt; else the newest."""
+    def _turn(self, key: bytes, message: Message, context: bytes, receipts: Container[str]) -> Turn | None:
+        """The likeliest of the answers that read like this: call ids tell, a receipt, the context; else the newest."""
         turns = [self._turns[key, receipt] for receipt in self._answers.get(key, ())]
         calls = {call.id for call in message.tool_calls}
         turns = [turn for turn in turns if message.reasoning.strip() in ("", turn.message.reasoning.strip())]
@@ -120,7 +124,8 @@ class SampledTurns:
             return None
         by_calls = [turn for turn in turns if calls and calls == {call.id for call in turn.message.tool_calls}]
         by_receipt = [turn for turn in turns if turn.receipt in receipts]
-        found = (by_calls or by_receipt or turns)[-1]
+        by_context = [turn for turn in turns if turn.context == context]
+        found = (by_calls or by_receipt or by_context or turns)[-1]
         self._turns.move_to_end((key, found.receipt))
         return found
 
@@ -135,15 +140,15 @@ class SampledTurns:
                 del receipts[place]
 
 
-def context_of(lane: str, tools: Sequence[Tool], options: Mapping[str, Any]) -> bytes:
+def context_of(tools: Sequence[Tool], options: Mapping[str, Any]) -> bytes:
     """One value for everything that shapes a prompt besides its messages."""
-    described = _ENCODER.encode([lane, [tool.for_template() for tool in tools], dict(sorted(options.items()))])
+    described = _ENCODER.encode([[tool.for_template() for tool in tools], dict(sorted(options.items()))])
     return blake2b(described, digest_size=16).digest()
 
 
-def _keys(context: bytes, messages: Sequence[Message]) -> list[bytes]:
+def _keys(lane: str, messages: Sequence[Message]) -> list[bytes]:
     """One key per beginning of the conversation: of no message, of the first one, of the first two, ..."""
-    state = blake2b(context, digest_size=16)
+    state = blake2b(lane.encode(), digest_size=16)
     keys = [state.digest()]
     for message in messages:
         encoded = _ENCODER.encode(_identity(message))

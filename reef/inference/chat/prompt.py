@@ -33,12 +33,13 @@ class Prompt:
     ids: list[int]
     text: str
     messages: Sequence[Message] = ()  # what was asked, without a prefilled beginning of the answer
+    lane: str = ""
     context: bytes = b""
     prefill: str = ""
     lead: str = ""  # of the output, but not sampled: what makes the answer a tool call
     grammar: Grammar | None = None
     starts_reasoning: bool = False
-    parent_id: str | None = None  # receipt of the answer that it goes on from, token by token
+    parent_id: str | None = None  # receipt of the answer that it goes on from
     fork_of: str | None = None  # receipt of the answer that the client replaced
 
 
@@ -55,17 +56,18 @@ class PromptBuilder:
         tools = () if conversation.tool_choice == "none" else conversation.tools
         options = template.options(conversation)
         asked = conversation.messages[:-1] if conversation.prefill else conversation.messages
-        context = context_of(lane, tools, options)
-        known = self._sampled.look_up(context, asked, conversation.receipts)
+        context = context_of(tools, options)
+        known = self._sampled.look_up(lane, context, asked, conversation.receipts)
         messages = [*_with_ours(asked, known), *conversation.messages[len(asked) :]]
         text = template.render(messages, tools, options, prefill=conversation.prefill)
         starts_reasoning = not conversation.prefill and self.tokenizer.format.starts_reasoning(text)
         lead, grammar = self._lead(conversation, text)
-        rendering = _Rendering(self, messages, tools, options, text + lead)
+        rendering = _Rendering(self, messages, tools, options, context, text + lead)
         return Prompt(
             ids=await rendering.ids(known),
             text=text + lead,
             messages=asked,
+            lane=lane,
             context=context,
             prefill=conversation.messages[-1].content if conversation.prefill else "",
             lead=lead,
@@ -96,6 +98,7 @@ class _Rendering:
     messages: Sequence[Message]
     tools: Sequence[Tool]
     options: dict[str, object]
+    context: bytes
     text: str
 
     async def ids(self, known: Known) -> list[int]:
@@ -110,6 +113,8 @@ class _Rendering:
     def _after(self, position: int, turn: Turn) -> str | None:
         """What follows a turn that the template writes otherwise than it was sampled. None: nothing can be said."""
         tokenizer = self.builder.tokenizer
+        if turn.context != self.context:
+            return None
         try:
             whole = tokenizer.template.render(self.messages[: position + 1], self.tools, self.options, ask=False)
         except InvalidRequest:

@@ -236,6 +236,7 @@ class ChatService:
     def _remember(self, prompt: Prompt, text: str, answer: Answer, generation: Generation, receipt: str) -> None:
         if prompt.messages and generation.ending.complete:
             self._sampled.remember(
+                prompt.lane,
                 prompt.context,
                 prompt.messages,
                 answer.message(prompt.prefill),

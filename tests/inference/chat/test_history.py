@@ -67,7 +67,7 @@ def assistant(content, **fields):
 
 
 def remembered(turns, content, answer, text, ids, receipt="r"):
-    turns.remember(b"", [user(content)], answer, text, ids, num_prompt=1, receipt=receipt)
+    turns.remember("", b"", [user(content)], answer, text, ids, num_prompt=1, receipt=receipt)
 
 
 def user(content):
@@ -78,14 +78,14 @@ def test_the_oldest_are_forgotten_when_too_many_tokens_are_held():
     turns = SampledTurns(max_tokens=10)
     for name in "abc":
         remembered(turns, name, assistant("x"), "text", [1, 2, 3, 4])
-    found = [turns.look_up(b"", [user(name), assistant("x")]) for name in "abc"]
+    found = [turns.look_up("", b"", [user(name), assistant("x")]) for name in "abc"]
     assert [bool(known.turns) for known in found] == [False, True, True]
-    assert turns.look_up(b"", [user("a"), assistant("other")]).fork_of is None
-    assert turns.look_up(b"", [user("b"), assistant("other")]).fork_of == "r"
+    assert turns.look_up("", b"", [user("a"), assistant("other")]).fork_of is None
+    assert turns.look_up("", b"", [user("b"), assistant("other")]).fork_of == "r"
 
 
 def test_text_that_renders_differently_does_not_begin_like_the_turn():
     turns = SampledTurns()
     remembered(turns, "a", assistant("x"), "a>x", [1, 2])
-    (turn,) = turns.look_up(b"", [user("a"), assistant("x")]).turns.values()
+    (turn,) = turns.look_up("", b"", [user("a"), assistant("x")]).turns.values()
     assert turn.begins("a>x<end>") and not turn.begins("a> x<end>") and not turn.begins("a>")

@@ -152,6 +152,13 @@ def test_clients_may_rewrite_ids_and_spacing(thinker, change):
     assert prompt.ids[: len(whole(generation))] == whole(generation) and prompt.fork_of is None
 
 
+def test_clients_may_strip_white_space_around_an_answer(talk):
+    message, generation = talk.answer(ask(HELLO), " hi", " \n")
+    assert message.content == " hi \n"
+    prompt = talk.prompt(ask(HELLO, replace(message, content="hi"), GO_ON))
+    assert prompt.ids[: len(whole(generation))] == whole(generation) and prompt.parent_id == "r1"
+
+
 def test_other_arguments_are_a_fork(thinker):
     message, _ = thinker.answer(ask(HELLO, tools=[ADD]), *COMPACT)
     sent = replace(message, tool_calls=(ToolCall("call_r1_0_0", "add", '{"a":2}'),))
@@ -159,11 +166,21 @@ def test_other_arguments_are_a_fork(thinker):
     assert (prompt.parent_id, prompt.fork_of) == (None, "r1") and '"a": 2' in thinker.text(prompt.ids)
 
 
-def test_other_tools_make_another_conversation(thinker):
-    message, generation = thinker.answer(ask(HELLO, tools=[ADD]), *COMPACT)
-    prompt = thinker.prompt(ask(HELLO, message, GO_ON))
-    assert prompt.parent_id is None and prompt.ids[: len(whole(generation))] != whole(generation)
-    assert "<tools>" not in thinker.text(prompt.ids)
+@pytest.mark.parametrize("tools", [[], [ADD, Tool(name="other")]])
+def test_other_tools_change_the_prompt_and_contents_keep_their_ids(thinker, tools):
+    message, generation = thinker.answer(ask(HELLO, tools=[ADD]), "h", "e", "l", "l", "o", "\n", *COMPACT)
+    prompt = thinker.prompt(ask(HELLO, message, GO_ON, tools=tools))
+    assert prompt.parent_id == "r1" and prompt.ids[: len(whole(generation))] != whole(generation)
+    assert ("<tools>" in thinker.text(prompt.ids)) == bool(tools) == ('"other"' in thinker.text(prompt.ids))
+    letters = generation.output_ids[:5]
+    assert any(prompt.ids[at : at + 5] == letters for at in range(len(prompt.ids)))
+
+
+def test_of_equal_answers_that_with_the_same_tools_is_meant(thinker):
+    message, first = thinker.answer(ask(HELLO, tools=[ADD]), "h", "i")
+    thinker.answer(ask(HELLO), "hi")
+    prompt = thinker.prompt(ask(HELLO, message, GO_ON, tools=[ADD]))
+    assert prompt.parent_id == "r1" and prompt.ids[: len(whole(first))] == whole(first)
 
 
 THOUGHT = ("<think>\n", "so ", "so\n", "</think>", "\n\n")
