@@ -13,7 +13,7 @@ STAMP := $(VENV)/.reef-installed
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check bench crash docs install clean
+.PHONY: demo test check bench crash gpu docs install clean
 
 demo: $(STAMP)
 	$(BIN)/reef demo $(ARGS)
@@ -35,6 +35,10 @@ bench: $(STAMP)
 
 crash: $(STAMP)
 	$(BIN)/python -m crash $(ARGS)
+
+# Where torch finds no CUDA device, `python -m gpu` exits with 3 and runs nothing; ARGS="--device cpu" runs it there.
+gpu: $(STAMP)
+	$(BIN)/python -m gpu $(ARGS)
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py

@@ -322,7 +322,7 @@ def test_the_printed_file_resolves_to_the_same_configuration(tmp_path: Path) -> 
     resolved = resolve(flags=flags)
     again = from_file(tmp_path, resolved.to_yaml())
     assert again.config == resolved.config
-    assert resolved.to_yaml().count("\n") == len(resolved.values) + len(SECTIONS)
+    assert resolved.to_yaml().count("\n") == len(resolved.values) + len(SECTIONS) + 1, "and training.options"
 
 
 def test_the_printed_file_shows_origins_and_hides_secrets() -> None:
@@ -343,3 +343,81 @@ def test_documentation_is_current() -> None:
 def test_backends_of_one_section_know_their_own_keys() -> None:
     assert set(section_keys("training", "none")) == {"training.backend"}
     assert "training.learning-rate" in section_keys("training", "torch")
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("training.rollout-num-gpus", "inference.num-gpus"),
+        ("training.options.rollout_num_gpus_per_engine", "inference.tensor-parallel-size"),
+        ("training.options.colocate", "training.colocate"),
+        ("training.options.sglang-mem-fraction-static", "a key of section inference"),
+    ],
+)
+def test_a_trainers_own_flag_for_the_engines_is_refused_by_name(flag, instead):
+    with pytest.raises(ConfigError, match=f"{flag} .* is not the trainer's to say: set {instead} instead"):
+        resolve(flags={"inference.model-path": "m", "training.backend": "torch", flag: "2"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"inference.engines": "2", "inference.num-gpus": "1"}, "num-gpus must be 0 or one for each of the 2 engines"),
+        ({"inference.device": "cuda", "inference.num-gpus": "0"}, "num-gpus must be >= 1 with device cuda"),
+        ({"inference.device": "cpu", "inference.num-gpus": "1"}, "num-gpus must be 0 with device cpu"),
+        ({"inference.tensor-parallel-size": "2"}, "inference.tensor-parallel-size must be 1"),
+    ],
+)
+def test_the_engines_resources(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(flags={"inference.model-path": "m", **settings})
+
+
+def test_num_gpus_decides_what_the_device_leaves_open():
+    def device(number: str) -> str:
+        return resolve(
+            flags={"inference.model-path": "m", "inference.num-gpus": number}
+        ).config.inference.resolved_device
+
+    assert (device("0"), device("1")) == ("cpu", "cuda")
+
+
+KEEP = "training.options.keep-lora-base-resident"
+
+
+def test_a_struct_within_a_section_has_dotted_keys_in_every_layer(tmp_path):
+    file = tmp_path / "reef.yaml"
+    file.write_text(
+        "inference: {model-path: m}\n"
+        "training:\n  backend: torch\n  colocate: true\n  options:\n    keep-lora-base-resident: true\n"
+    )
+    for resolved in (
+        resolve(file=file),
+        resolve(environ={"REEF_TRAINING__OPTIONS__KEEP_LORA_BASE_RESIDENT": "true"},
+                flags={**LEARNS, "training.colocate": "true"}),
+        resolve(flags={**LEARNS, "training.colocate": "true", KEEP: "true"}),
+    ):  # fmt: skip
+        assert resolved.config.training.options.keep_lora_base_resident and resolved.values[KEEP] is True
+    again = tmp_path / "again.yaml"
+    again.write_text(resolved.to_yaml())
+    assert resolve(file=again).config == resolved.config
+    file.write_text("training:\n  backend: torch\n  options: {keep-lora-bass: true}\n")
+    with pytest.raises(ConfigError, match=rf"unknown key training.options.keep-lora-bass .*:3.*{KEEP}"):
+        resolve(file=file)
+    file.write_text("training:\n  backend: torch\n  options: 3\n")
+    with pytest.raises(ConfigError, match=r"training\.options must be a mapping"):
+        resolve(file=file)
+    with pytest.raises(ConfigError, match=rf"training: options.keep-lora-base-resident .*flag --{KEEP}"):
+        resolve(flags={**LEARNS, KEEP: "true"})
+
+
+def test_what_is_shared_must_retract():
+    colocated = {**LEARNS, "training.colocate": "true"}
+    resolved = resolve(flags=colocated)
+    assert resolved.config.inference.pause_mode == "retract"
+    assert resolved.origins["inference.pause-mode"] == "default with training.colocate"
+    assert resolve(flags=LEARNS).config.inference.pause_mode == "in_place"
+    with pytest.raises(ConfigError, match=r"pause-mode must be retract with training.colocate .*got in_place \(flag"):
+        resolve(flags={**colocated, "inference.pause-mode": "in_place"})
+    switched_off = resolve(environ={"REEF_TRAINING__COLOCATE": "true"}, flags={**LEARNS, "training.backend": "none"})
+    assert switched_off.config.inference.pause_mode == "in_place"

@@ -207,6 +207,7 @@ class Deployment:
             "engines": await self._inference.reports(),
             "residency": self._inference.residency,
             "last_pause_seconds": self._inference.pause_seconds,
+            "memory": self._inference.memory,
             "job": None
             if marker is None
             else {"job_id": marker.job_id, "scenario": marker.scenario, "state": marker.state, "error": marker.error},

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from reef.artifact.base import base_content_id
 from reef.artifact.content import DirectoryContentStore
 from reef.inference.chat.tokenizer import ChatTokenizer
 from reef.inference.local.backend import LocalBackend
 from reef.runtime.coordinator import DeploymentPlan
-from reef.runtime.interfaces import PauseMode, TrainingBackend
+from reef.runtime.interfaces import MemoryRegion, PauseMode, TrainingBackend
 from reef.runtime.publication import probe_ids
 from reef.service.config import NoTraining, ReefConfig
 from reef.service.workplace import ENGINE, TRAINER, Workplace
@@ -63,7 +64,16 @@ def build_plan(config: ReefConfig, foundation: Foundation) -> DeploymentPlan:
         base_content_id=foundation.base_content_id,
         pause_mode=PauseMode(config.inference.pause_mode),
         probe_ids=foundation.probe_ids,
+        **_sharing(config),
     )
+
+
+def _sharing(config: ReefConfig) -> dict[str, Any]:
+    training = config.training
+    if isinstance(training, NoTraining):
+        return {}
+    resident = (MemoryRegion.WEIGHTS,) if training.options.keep_lora_base_resident else ()
+    return {"colocate": training.colocate, "resident": resident}
 
 
 def _trainer(config: ReefConfig, workplace: Workplace) -> TrainingBackend | None:

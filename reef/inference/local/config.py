@@ -74,7 +74,10 @@ class LocalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     ] = ""
     handler_config: Annotated[
         dict[str, Any],
-        msgspec.Meta(description="settings of the handler; of the backend's own: max-in-flight, connect-timeout"),
+        msgspec.Meta(
+            description="settings of the handler; of the backend's own: max-in-flight, connect-timeout, and "
+            "queue-timeout: seconds after which a request without a first token gets 503"
+        ),
     ] = msgspec.field(default_factory=dict)
     health_timeout: Annotated[
         float, msgspec.Meta(gt=0, description="seconds without a sign of life after which an engine is replaced")

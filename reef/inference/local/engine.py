@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from reef import device
 from reef.errors import ConfigError, EngineError, InvalidRequest
 from reef.inference.chat.detokenizer import TextStream
 from reef.inference.chat.tokenizer import ChatTokenizer
@@ -35,6 +37,8 @@ from reef.runtime.interfaces import (
     Ending,
     EngineReport,
     GenerateRequest,
+    MemoryRegion,
+    MemoryReport,
     PauseMode,
     TokenChunk,
     WeightLoad,
@@ -57,7 +61,7 @@ class LocalEngine:
             torch.set_num_threads(config.threads)
         model_config = read_config(self._path)
         spec = ModelSpec.from_config(model_config)
-        self.device = _device(config.resolved_device)
+        self.device = device.choose(config.resolved_device, "inference.device")
         self.dtype = _dtype(config.dtype, getattr(model_config, "dtype", None), self.device)
         num_pages = config.kv_cache_tokens // config.page_size
         self.max_context = min(spec.max_context, num_pages * config.page_size, config.max_context or spec.max_context)
@@ -251,25 +255,45 @@ class LocalEngine:
             },
         )
 
-    def release_memory(self) -> None:
-        """Free KV pages and all weights. Requests wait; those that pin another load than the base are cut.
+    def release_memory(self, regions: Collection[MemoryRegion]) -> MemoryReport:
+        """Free KV pages, all weights, or both. Requests go back to the queue; with the weights, pinned ones are cut.
 
-        Raises EngineError unless paused.
+        Raises EngineError, with nothing changed, unless paused and for a region that an engine has not.
         """
         if not self._paused:
             raise EngineError("release_memory is legal only while the engine is paused")
+        if unknown := set(regions) - {MemoryRegion.WEIGHTS, MemoryRegion.KV_CACHE}:
+            raise EngineError(f"an engine has no memory region {', '.join(sorted(unknown))}")
+        before = device.held_bytes(self.device)
         self.pause(PauseMode.RETRACT)
-        for sequence in [one for one in self._requests.values() if one.pinned and one.load_id != BASE_LOAD_ID]:
-            self._end_now(sequence, Ending.ENGINE_CUT, f"runtime load {sequence.load_id!r} was released")
-        self._runner.kv = None
-        self._loads.release()
+        if MemoryRegion.KV_CACHE in regions:
+            self._runner.kv = None
+        if MemoryRegion.WEIGHTS in regions:
+            for sequence in [one for one in self._requests.values() if one.pinned and one.load_id != BASE_LOAD_ID]:
+                self._end_now(sequence, Ending.ENGINE_CUT, f"runtime load {sequence.load_id!r} was released")
+            self._loads.release()
+        device.give_back(self.device)
+        return self._memory(before)
 
-    def restore_memory(self) -> None:
-        """Bring back the base and an empty cache. Lanes keep their load IDs, which have to be staged again."""
+    def restore_memory(self) -> MemoryReport:
+        """Bring back the base and an empty cache. Lanes keep their load IDs; loads that are gone are staged again."""
+        before = device.held_bytes(self.device)
+        with torch.inference_mode():
+            self._loads.restore()
         if self._runner.kv is None:
-            with torch.inference_mode():
-                self._loads.restore()
             self._runner.allocate()
+        device.give_back(self.device)  # what reading the weights took besides
+        return self._memory(before)
+
+    def _memory(self, before: int) -> MemoryReport:
+        gone = {MemoryRegion.WEIGHTS: BASE_LOAD_ID not in self._loads, MemoryRegion.KV_CACHE: self._runner.kv is None}
+        return MemoryReport(
+            owner=self._name,
+            released=[region for region, released in gone.items() if released],
+            bytes_before=before,
+            bytes_after=device.held_bytes(self.device),
+            device_free=device.free_bytes(self.device),
+        )
 
     # ------------------------------------------------------------------------------------------ inside
 
@@ -381,17 +405,9 @@ def _last_chunk(sequence: Sequence, ending: Ending, error: str | None) -> TokenC
     )
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("inference.device is cuda, but torch finds no CUDA device")
-    return torch.device(name)
-
-
-def _dtype(name: str, checkpoint: torch.dtype | None, device: torch.device) -> torch.dtype:
+def _dtype(name: str, checkpoint: torch.dtype | None, where: torch.device) -> torch.dtype:
     """auto: bfloat16 for a 16-bit checkpoint where the device computes in it natively, else float32."""
     if name == "auto":
-        native = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+        native = torch.cuda.is_bf16_supported() if where.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
         name = "bfloat16" if native and checkpoint in (torch.bfloat16, torch.float16) else "float32"
     return torch.bfloat16 if name == "bfloat16" else torch.float32

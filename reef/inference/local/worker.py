@@ -17,7 +17,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -46,6 +46,8 @@ from reef.points import Point, crossing
 from reef.runtime.interfaces import (
     EngineReport,
     GenerateRequest,
+    MemoryRegion,
+    MemoryReport,
     PauseMode,
     TokenChunk,
     TransferSession,
@@ -88,8 +90,11 @@ class _StepLoop:
                 self._wake.notify()
             return self._open
 
-    def call(self, work: Callable[[LocalEngine], T], *, even_if_broken: bool = False) -> T:
-        """Run `work` between two steps and return what it returns. Raises EngineUncertain on a broken engine."""
+    def call(self, work: Callable[[LocalEngine], T], *, even_if_broken: bool = False, all_or_broken: bool = False) -> T:
+        """Run `work` between two steps and return what it returns. Raises EngineUncertain on a broken engine.
+
+        With `all_or_broken` the engine is broken if the work fails.
+        """
         future: Future[T] = Future()
 
         def letter() -> None:
@@ -99,6 +104,9 @@ class _StepLoop:
             try:
                 future.set_result(work(self._engine))
             except Exception as error:
+                if all_or_broken:
+                    self._broken = f"{type(error).__name__}: {error}"
+                    error = EngineUncertain(self._broken)
                 future.set_exception(error)
 
         if not self.post(letter):
@@ -436,13 +444,14 @@ class EngineWorker:
     def report(self) -> EngineReport:
         return self._steps.call(lambda engine: engine.report(), even_if_broken=True)
 
-    def release_memory(self) -> None:
+    def release_memory(self, regions: Collection[MemoryRegion]) -> MemoryReport:
+        """An engine that fails this, or `restore_memory`, stays broken: nobody knows what it still holds."""
         with crossing(Point.ENGINE_RELEASE_MEMORY):
-            self._steps.call(lambda engine: engine.release_memory())
+            return self._steps.call(lambda engine: engine.release_memory(regions), all_or_broken=True)
 
-    def restore_memory(self) -> None:
+    def restore_memory(self) -> MemoryReport:
         with crossing(Point.ENGINE_RESTORE_MEMORY):
-            self._steps.call(lambda engine: engine.restore_memory())
+            return self._steps.call(lambda engine: engine.restore_memory(), all_or_broken=True)
 
     def dtype(self) -> str:
         """What the engine computes in: "float32", "bfloat16"."""
