@@ -109,7 +109,7 @@ class OutputParser:
         lead, self._lead = self._lead, None
         self._buffer = (section.unread if lead is not None else section.after_calls) + self._buffer
         self._mode = "text"
-        self._section = text = Text(after_another=lead is None, plain=False)
+        self._section = text = Text(after_another=False, plain=False)
         text.fresh = False
         return [Piece(Kind.TEXT, lead or "")]
 

@@ -190,6 +190,11 @@ def test_arguments_may_stand_before_the_name_and_may_be_missing():
     assert calls_of(answer) == [("f", '{"a": 1}'), ("g", "{}")]
 
 
+def test_white_space_around_arguments_is_left_out():
+    answer = read("hermes", '<tool_call>{"name": "f", "arguments":  {"a": " x "} \n}</tool_call>')
+    assert calls_of(answer) == [("f", '{"a": " x "}')]
+
+
 def test_what_turns_out_to_be_no_call_is_text():
     text = 'See <tool_call> {"nome": 1} </tool_call> ok'
     assert read("hermes", text).text == text

@@ -318,6 +318,13 @@ def test_a_forced_call_begins_behind_the_prompt(talk):
     assert prompt.ids[: len(whole(generation))] == whole(generation)
 
 
+def test_a_lead_that_holds_the_whole_name_begins_the_call(tokenizer, run):
+    talk = Talk(with_template(tokenizer, THINKING, tool_format="mistral-args"), run)
+    message, generation = talk.answer(ask(HELLO, tools=[ADD], tool_choice="required"), '{"a"', ": 5}")
+    assert talk.text(generation.prompt_ids).endswith("[TOOL_CALLS]add[ARGS]")
+    assert [(c.name, c.arguments) for c in message.tool_calls] == [("add", '{"a": 5}')]
+
+
 def test_one_call_is_enough_where_calls_may_not_be_parallel(talk):
     conversation = ask(HELLO, tools=[ADD], parallel_calls=False)
     message, generation = talk.answer(conversation, *COMPACT, "\n", *COMPACT)
