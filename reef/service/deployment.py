@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from reef import __version__
 from reef.artifact import chain
+from reef.artifact.base import Serving, write_serving
 from reef.errors import ConfigError, NotFound, StorageError
 from reef.inference.chat.service import ChatService
 from reef.recipe.lookup import build_evaluator, build_recipe
 from reef.records.lock import DirectoryLock
 from reef.records.sqlite import SqliteStorage
-from reef.runtime.interfaces import InferenceHandler, MarkerState, Storage
+from reef.runtime.interfaces import EngineReport, InferenceHandler, MarkerState, PauseMode, PrefixUse, Storage
 from reef.runtime.publication import weight_kind
 from reef.runtime.recovery import MarkerFile
 from reef.scenario.candidates import RuntimeCandidateBackend
@@ -30,6 +34,7 @@ log = logging.getLogger("reef.service")
 
 KEPT_REJECTED = 20  # newest commits whose rejected candidates stay on disk
 KEPT_STATES = 3  # optimizer states of the newest releases of a scenario
+LEAST_SPACE = 1 << 20  # bytes; with less than this free, the next checkpoint or database page may not fit
 HEALTH_SECONDS = 1.0  # a durable write proves the store at most this often
 
 
@@ -63,6 +68,8 @@ class Deployment:
             await self._training.start()
             opened.push_async_callback(self._close_scenarios)
             await self._recover()
+            dtype = next((report.dtype for report in await self._inference.reports()), "")
+            write_serving(self.data, Serving(str(Path(self.config.inference.model_path).resolve()), dtype))
             self._opened = opened.pop_all()
 
     async def _build(self) -> None:
@@ -88,6 +95,7 @@ class Deployment:
             base_content_id=self._base,
             probe_ids=foundation.probe_ids,
             released=self._collect_garbage,
+            pause_mode=PauseMode(config.inference.pause_mode),
         )
 
     async def _check_chain(self) -> None:
@@ -186,7 +194,7 @@ class Deployment:
         if time.monotonic() - checked_at > HEALTH_SECONDS:
             try:
                 await self.storage.check()
-                reason = ""
+                reason = await asyncio.to_thread(_no_space, self.data)
             except StorageError as error:
                 reason = str(error)
             self._checked = (time.monotonic(), reason)
@@ -198,21 +206,42 @@ class Deployment:
 
     async def status(self) -> dict[str, Any]:
         marker = await self._training.marker()
+        engines = await self._inference.reports()
+        phases = self._inference.pause_phases
         return {
             "version": __version__,
             "model": self.models()[0],
             "uptime_seconds": round(time.time() - self.started_at, 1),
             "health": await self.health(),
             "training_health": self._training.health(),
-            "engines": await self._inference.reports(),
+            "engines": engines,
             "residency": self._inference.residency,
-            "last_pause_seconds": self._inference.pause_seconds,
+            "last_pause_seconds": sum(phases.values()) if phases else None,
+            "last_pause_phases": phases,
             "memory": self._inference.memory,
             "job": None
             if marker is None
             else {"job_id": marker.job_id, "scenario": marker.scenario, "state": marker.state, "error": marker.error},
-            "scenarios": [await scenario.status() for scenario in self._scenarios.values()],
+            "scenarios": [
+                {**await scenario.status(), "prefixes": _prefix_use(engines, scenario.name)}
+                for scenario in self._scenarios.values()
+            ],
         }
+
+
+def _no_space(directory: Path) -> str:
+    """Why nothing more fits there, or "". A database may reuse its log's space for a while; new files cannot."""
+    disk = os.statvfs(directory)
+    free = disk.f_bavail * disk.f_frsize
+    if disk.f_blocks == 0 or free >= LEAST_SPACE:  # some file systems have no size
+        return ""
+    return f"no space left for {directory}: {free} bytes are free, less than {LEAST_SPACE}"
+
+
+def _prefix_use(engines: Sequence[EngineReport], lane: str) -> dict[str, int]:
+    """What prefix sharing did for the lane, over all engines."""
+    uses = [asdict(engine.prefixes.get(lane, PrefixUse())) for engine in engines]
+    return {name: sum(use[name] for use in uses) for name in asdict(PrefixUse())}
 
 
 def build(config: ReefConfig) -> Deployment:

@@ -26,7 +26,7 @@ from reef.runtime.interfaces import (
     WeightKind,
     WeightLoad,
 )
-from tests.inference.engines import Reader, ask, other_weights, run, tiny_config
+from tests.inference.engines import Reader, ask, control, other_weights, run, tiny_config
 
 BOTH = pytest.mark.parametrize("mode", list(PauseMode))
 
@@ -76,10 +76,6 @@ def idle(worker: EngineWorker, seconds: float = 5.0) -> bool:
     while (report := worker.report()).running + report.waiting and time.monotonic() < deadline:
         time.sleep(0.01)
     return report.running + report.waiting == 0
-
-
-async def control(function, *args):
-    return await asyncio.to_thread(function, *args)
 
 
 def test_a_stream_carries_every_token_and_its_load(path):

@@ -50,6 +50,15 @@ class LocalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     pause_mode: Annotated[
         PauseMode, msgspec.Meta(description="what a publication does to requests in flight: retract or in_place")
     ] = PauseMode.IN_PLACE
+    grammar_max_bytes: Annotated[
+        int, msgspec.Meta(ge=1, description="largest JSON schema, regular expression or list of choices, in bytes")
+    ] = 256 * 1024
+    grammar_queue: Annotated[
+        int, msgspec.Meta(ge=1, description="most grammars that wait to be compiled; more are refused for a while")
+    ] = 256
+    grammar_timeout: Annotated[
+        float, msgspec.Meta(gt=0, description="seconds that one grammar may take to compile")
+    ] = 10.0
     kernels: Annotated[
         Literal["auto", "torch"],
         msgspec.Meta(description="auto: compile Reef's CPU kernels at first use where there is a C++ compiler"),

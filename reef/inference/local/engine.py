@@ -9,17 +9,20 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from reef import device
-from reef.errors import ConfigError, EngineError, InvalidRequest
+from reef.errors import ConfigError, EngineError, InvalidRequest, ReefError
 from reef.inference.chat.detokenizer import TextStream
 from reef.inference.chat.tokenizer import ChatTokenizer
 from reef.inference.local.config import LocalConfig
+from reef.inference.local.grammar import FIELD, GrammarQueue, GrammarState, GrammarVocabulary, check_grammar
 from reef.inference.local.kv_cache import PagePool, PrefixCache
 from reef.inference.local.loads import Loads
 from reef.inference.local.model import Model, ModelSpec
@@ -28,6 +31,7 @@ from reef.inference.local.runner import Runner
 from reef.inference.local.sampler import Row, Sampled, sample
 from reef.inference.local.scheduler import Scheduler, Work
 from reef.inference.local.sequence import Sequence
+from reef.inference.local.slices import Slices, whole
 from reef.inference.local.validation import check_request
 from reef.inference.local.weights import end_token_ids, read_config
 from reef.points import Point, crossing
@@ -37,12 +41,16 @@ from reef.runtime.interfaces import (
     Ending,
     EngineReport,
     GenerateRequest,
+    Grammar,
     MemoryRegion,
     MemoryReport,
     PauseMode,
+    PrefixUse,
     TokenChunk,
     WeightLoad,
 )
+
+T = TypeVar("T")
 
 
 class LocalEngine:
@@ -53,8 +61,17 @@ class LocalEngine:
     goes on with the keys and values it has. A request that pins a load stays on it.
     """
 
-    def __init__(self, config: LocalConfig, name: str = "engine-0", base_content_id: str = "base") -> None:
-        """Load the base model as BASE_LOAD_ID. Raises EngineError (unsupported or unreadable model), ConfigError."""
+    def __init__(
+        self,
+        config: LocalConfig,
+        name: str = "engine-0",
+        base_content_id: str = "base",
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Load the base model as BASE_LOAD_ID. Raises EngineError (unsupported or unreadable model), ConfigError.
+
+        `wake` is called from another thread when `has_work` became true there: a grammar was compiled.
+        """
         self._name = name
         self._path = Path(config.model_path)
         if config.threads:
@@ -82,10 +99,17 @@ class LocalEngine:
         model = Model(spec, self.dtype, self.device, self.max_context, ops)
         self._runner = Runner(model, self._loads, num_pages=num_pages, page_size=config.page_size)
         self._num_pages = num_pages
+        self._token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
+        self._prefixes: dict[str, PrefixUse] = {}
         self._lanes = {BASE_LANE: BASE_LOAD_ID}
         self._paused = False
         self._requests: dict[str, Sequence] = {}
+        self._compiling: dict[str, Sequence] = {}  # those of the requests that wait for their grammar
         self._notices: list[TokenChunk] = []  # last chunks of requests that ended outside a step
+        self._refused: list[tuple[str, ReefError]] = []  # after `add` had taken them
+        self._grammars = GrammarQueue(
+            self._grammar_compiler, timeout=config.grammar_timeout, limit=config.grammar_queue, wake=wake
+        )
         self._leaked: dict[str, str] = {}
         self._arrivals = itertools.count()
         self._stats = dict.fromkeys(
@@ -96,7 +120,10 @@ class LocalEngine:
     # ------------------------------------------------------------------------------------------ requests
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request. Raises InvalidRequest for what cannot be honoured."""
+        """Queue a request. Raises InvalidRequest for what cannot be honoured, Unavailable if too many grammars wait.
+
+        A grammar that turns out to be wrong when it is compiled is in `take_refused` later.
+        """
         if request.request_id in self._requests:
             raise InvalidRequest(f"request {request.request_id!r} is in flight already", "request_id")
         check_request(request, vocab_size=self.vocab_size, max_context=self.max_context)
@@ -104,6 +131,8 @@ class LocalEngine:
         if request.runtime_load_id is not None and load_id not in self._loads:
             raise InvalidRequest(f"runtime load {load_id!r} is not resident", "runtime_load_id")
         params = request.sampling
+        if params.grammar is not None:
+            check_grammar(params.grammar, self._config.grammar_max_bytes)
         penalized = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         own_ends = () if params.ignore_eos else self._end_ids
         sequence = Sequence(
@@ -112,11 +141,16 @@ class LocalEngine:
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             end_ids=frozenset(params.stop_token_ids).union(own_ends),
             load_id=load_id,
-            text=self._text_stream(params.stop) if params.stop else None,
+            text=TextStream(self._chat_tokenizer("sampling.stop"), params.stop) if params.stop else None,
             output_counts=np.zeros(self.vocab_size, dtype=np.int32) if penalized else None,
         )
+        if params.grammar is not None:
+            sequence.grammar = self._grammars.submit(request.request_id, params.grammar)
         self._requests[request.request_id] = sequence
-        self._scheduler.add(sequence)
+        if params.grammar is not None and sequence.grammar is None:
+            self._compiling[request.request_id] = sequence
+        else:
+            self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """End a request with CLIENT_LEFT; an unknown id is ignored."""
@@ -125,15 +159,32 @@ class LocalEngine:
 
     def has_work(self) -> bool:
         """Whether `step` would return or compute anything."""
-        return bool(self._notices or (self._requests and not self._paused))
+        ready = len(self._requests) > len(self._compiling) and not self._paused
+        return bool(self._notices or self._grammars.finished or ready)
 
     def step(self) -> list[TokenChunk]:
         """One iteration. While paused, only last chunks of requests that were ended; never a token."""
         chunks, self._notices = self._notices, []
-        if not self._paused and self._requests:
+        self._admit_compiled()
+        if not self._paused and len(self._requests) > len(self._compiling):
             with torch.inference_mode():
                 chunks += self._iterate()
         return chunks
+
+    def take_refused(self) -> list[tuple[str, ReefError]]:
+        """Request ids that a step found to be impossible after `add`, and why. They have no chunks."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def _admit_compiled(self) -> None:
+        for request_id, outcome in self._grammars.take():
+            sequence = self._compiling.pop(request_id)
+            if isinstance(outcome, GrammarState):
+                sequence.grammar = outcome
+                self._scheduler.add(sequence)
+            else:
+                del self._requests[request_id]
+                self._refused.append((request_id, outcome))
 
     def _iterate(self) -> list[TokenChunk]:
         chunks: list[TokenChunk] = []
@@ -152,6 +203,9 @@ class LocalEngine:
         """End everything in flight with ENGINE_CUT and start over with an empty cache."""
         for sequence in self._requests.values():
             self._notices.append(_last_chunk(sequence, Ending.ENGINE_CUT, reason))
+        for request_id in self._compiling:
+            self._grammars.cancel(request_id)
+        self._compiling.clear()
         self._requests.clear()
         self._reset()
         if self._runner.kv is not None:
@@ -185,8 +239,11 @@ class LocalEngine:
 
     def stage(self, load: WeightLoad) -> None:
         """Make weights resident; they serve requests that pin them. Raises EngineError; then nothing has changed."""
-        with torch.inference_mode():
-            self._loads.stage(load)
+        whole(self.stage_in_slices(load))
+
+    def stage_in_slices(self, load: WeightLoad) -> Slices[None]:
+        """`stage`, between whose slices anything may be called. Raises EngineError also if `load` is dropped then."""
+        return _without_gradients(self._loads.stage(load))
 
     def activate(self, lane: str, runtime_load_id: str) -> None:
         """Point a lane at a resident load. Raises EngineError unless paused."""
@@ -204,6 +261,7 @@ class LocalEngine:
     def drop(self, runtime_load_id: str) -> None:
         """Free a load that no lane serves; requests that pin it end with ENGINE_CUT. An unknown ID is ignored."""
         if runtime_load_id not in self._loads:
+            self._loads.drop(runtime_load_id)  # it may be on its way
             return
         lanes = [lane for lane, load_id in self._lanes.items() if load_id == runtime_load_id]
         if lanes:
@@ -227,14 +285,17 @@ class LocalEngine:
 
     def score(self, runtime_load_id: str, token_ids: list[int]) -> list[float]:
         """Log-probabilities of token_ids[1:] at temperature 1, [num_tokens - 1]. Raises EngineError, InvalidRequest."""
+        return whole(self.score_in_slices(runtime_load_id, token_ids))
+
+    def score_in_slices(self, runtime_load_id: str, token_ids: list[int]) -> Slices[list[float]]:
+        """`score`, between whose slices anything may be called; the numbers are the same, bit by bit."""
         if runtime_load_id not in self._loads:
             raise EngineError(f"runtime load {runtime_load_id!r} is not resident")
         if not 2 <= len(token_ids) <= self.max_context:
             raise InvalidRequest(f"token_ids must have 2 to {self.max_context} ids, got {len(token_ids)}", "token_ids")
         if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
             raise InvalidRequest(f"token ids must be in [0, {self.vocab_size})", "token_ids")
-        with torch.inference_mode():
-            return self._runner.score(runtime_load_id, token_ids)
+        return _without_gradients(self._runner.score(runtime_load_id, token_ids))
 
     def report(self) -> EngineReport:
         return EngineReport(
@@ -245,14 +306,18 @@ class LocalEngine:
             free_pages=self._pool.free,
             total_pages=self._pool.total,
             running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
+            waiting=len(self._scheduler.waiting) + len(self._compiling),
+            dtype=str(self.dtype).removeprefix("torch."),
             leaked=dict(self._leaked),
             stats={
                 **self._stats,
                 "cached_pages": float(self._cache.num_pages),
                 "evicted_pages": float(self._cache.evictions),
                 "retractions": float(self._scheduler.retractions),
+                "compiling": float(len(self._compiling)),
+                "cached_bytes": float(self._cache.num_pages * self._config.page_size * self._token_bytes),
             },
+            prefixes={lane: replace(use) for lane, use in self._prefixes.items()},
         )
 
     def release_memory(self, regions: Collection[MemoryRegion]) -> MemoryReport:
@@ -307,6 +372,8 @@ class LocalEngine:
             max_running=config.max_running,
             max_batch_tokens=config.max_batch_tokens,
             share_prefixes=config.prefix_cache,
+            token_bytes=self._token_bytes,
+            prefixes=self._prefixes,
         )
 
     def _lane_load(self, lane: str) -> str:
@@ -338,6 +405,10 @@ class LocalEngine:
                 self._quarantine(sequence)
                 chunks.append(self._notices.pop())
                 continue
+            if sequence.grammar is not None and (error := sequence.grammar.error) is not None:
+                self._end_now(sequence, Ending.ENGINE_CUT, f"the grammar cannot go on: {error}")
+                chunks.append(self._notices.pop())
+                continue
             sequence.append(token_id)
             chunk = TokenChunk(
                 request_id=sequence.request.request_id,
@@ -356,7 +427,11 @@ class LocalEngine:
         return chunks
 
     def _forget(self, sequence: Sequence) -> None:
-        del self._requests[sequence.request.request_id]
+        request_id = sequence.request.request_id
+        del self._requests[request_id]
+        if self._compiling.pop(request_id, None) is not None:
+            self._grammars.cancel(request_id)
+            return
         self._stats["prompt_tokens"] += sequence.num_prompt
         self._stats["cached_tokens"] += sequence.cached_tokens or 0
         self._scheduler.finish(sequence)
@@ -373,13 +448,31 @@ class LocalEngine:
         assert self._runner.kv is not None
         self._runner.kv.clear(self._pool.free_pages())
 
-    def _text_stream(self, stop: list[str]) -> TextStream:
+    def _chat_tokenizer(self, field: str) -> ChatTokenizer:
+        """The model's own, read when `field` first needs it. Raises InvalidRequest naming the field."""
         if self._tokenizer is None:
             try:
                 self._tokenizer = ChatTokenizer.load(self._path)
             except ConfigError as error:
-                raise InvalidRequest(f"stop strings need the model's tokenizer: {error}", "sampling.stop") from error
-        return TextStream(self._tokenizer, stop)
+                raise InvalidRequest(f"{field} needs the model's tokenizer: {error}", field) from error
+        return self._tokenizer
+
+    def _grammar_compiler(self) -> Callable[[Grammar], GrammarState]:
+        """Runs on the compiling thread."""
+        vocabulary = GrammarVocabulary(self._chat_tokenizer(FIELD), self.vocab_size, sorted(self._end_ids))
+        return vocabulary.compile
+
+
+def _without_gradients(slices: Slices[T]) -> Slices[T]:
+    """In inference mode during each slice, but not between them."""
+    while True:
+        with torch.inference_mode():
+            try:
+                next(slices)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+        yield
 
 
 def _row(sequence: Sequence) -> Row:
@@ -389,6 +482,7 @@ def _row(sequence: Sequence) -> Row:
         len(sequence.tokens),
         sequence.request.prompt_ids,
         sequence.output_counts,
+        None if sequence.grammar is None else sequence.grammar.allowed(),
     )
 
 
