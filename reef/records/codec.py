@@ -91,7 +91,14 @@ class _PackedExchange(msgspec.Struct, array_like=True):
     generations: list[_PackedGeneration]
 
 
-_exchange_decoder = msgspec.msgpack.Decoder(_PackedExchange)
+class _LinkedExchange(_PackedExchange, array_like=True):
+    """One that goes on from another. Without links the array is as long as it was before there were any."""
+
+    parent_id: str | None = None
+    fork_of: str | None = None
+
+
+_exchange_decoder = msgspec.msgpack.Decoder(_LinkedExchange)
 
 
 def encode(record: Record) -> Encoded:
@@ -243,16 +250,18 @@ def _json_bytes(value: Any) -> bytes:
 
 
 def _pack_exchange(record: InferenceRecord) -> bytes:
-    exchange = _PackedExchange(
-        route=record.route,
-        request=record.request,
-        response=record.response,
-        status=record.status,
-        release_id=record.release_id,
-        tags=dict(sorted(record.tags.items())),
-        generations=[_pack_generation(generation) for generation in record.generations],
+    fields = (
+        record.route,
+        record.request,
+        record.response,
+        record.status,
+        record.release_id,
+        dict(sorted(record.tags.items())),
+        [_pack_generation(generation) for generation in record.generations],
     )
-    return msgspec.msgpack.encode(exchange)
+    if record.parent_id is None and record.fork_of is None:
+        return msgspec.msgpack.encode(_PackedExchange(*fields))
+    return msgspec.msgpack.encode(_LinkedExchange(*fields, record.parent_id, record.fork_of))
 
 
 def _pack_generation(generation: Generation) -> _PackedGeneration:
@@ -285,6 +294,8 @@ def _unpack_exchange(
         release_id=exchange.release_id,
         generations=[_unpack_generation(packed) for packed in exchange.generations],
         tags=exchange.tags,
+        parent_id=exchange.parent_id,
+        fork_of=exchange.fork_of,
         sequence=sequence,
     )
 

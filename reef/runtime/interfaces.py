@@ -204,6 +204,8 @@ class InferenceRecord:
     release_id: str | None  # head of the chain when the request was admitted
     generations: list[Generation]
     tags: dict[str, str] = field(default_factory=dict)
+    parent_id: str | None = None  # receipt of the answer of ours that the conversation goes on from
+    fork_of: str | None = None  # receipt of the answer in whose place the conversation has another one
     sequence: int = 0  # total order in the store; assigned by it
     purged: dict[str, str] = field(default_factory=dict)  # fields that retention emptied -> sha256 of what they held
 

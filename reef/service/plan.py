@@ -36,7 +36,8 @@ class Foundation:
 def lay_foundation(config: ReefConfig) -> Foundation:
     """Read the model's tokenizer and hash its weights, once per model. Blocks. Raises ConfigError."""
     data, model = Path(config.reef.data_dir), Path(config.inference.model_path)
-    tokenizer = ChatTokenizer.load(model)
+    inference = config.inference
+    tokenizer = ChatTokenizer.load(model, inference.tool_format, inference.reasoning_format)
     return Foundation(
         data=data,
         tokenizer=tokenizer,

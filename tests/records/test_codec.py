@@ -55,6 +55,8 @@ records = st.one_of(
         release_id=st.none() | text,
         generations=st.lists(generations, max_size=3),
         tags=st.dictionaries(text, text, max_size=3),
+        parent_id=st.none() | text,
+        fork_of=st.none() | text,
     ),
     st.builds(
         ReportRecord,

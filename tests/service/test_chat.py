@@ -82,7 +82,7 @@ def test_every_kind_of_message_reaches_the_template(gateway):
     ]  # fmt: skip
     assert gateway.chat(messages=messages).status_code == 200
     prompt = gateway.deployment.chat.tokenizer._tokenizer.decode(gateway.engine.seen[0].prompt_ids)
-    for part in ("system\nBe brief.", "user\nHello<", "tool\n42", "assistant\nSo 42.", "user\nAnd?"):
+    for part in ("system\nBe brief.", "user\nHello<", "user\n<tool_response>\n42\n", "assistant\nSo 42.", "user\nAnd?"):
         assert part in prompt
 
 
