@@ -163,7 +163,7 @@ def test_deep_json_in_arguments_is_no_error_of_ours(gateway):
 def test_a_number_that_no_client_could_read_back_is_refused(gateway, number):
     body = (
         '{"model":"m","max_tokens":1,"messages":[{"role":"user","content":"hi"}],'
-        '"tools":[{"name":"f","input_schema":{"type":"object","maximum":%s}}]}' % number
+        '"tools":[{"name":"f","input_schema":{"type":"object","maximum":NUMBER}}]}'.replace("NUMBER", number)
     )
     answer = gateway.http.post("/v1/messages", content=body)
     assert answer.status_code == 400 and "64 bits" in answer.text
