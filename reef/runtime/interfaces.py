@@ -57,6 +57,14 @@ class Span:
     runtime_load_id: str
 
 
+@dataclass(slots=True, frozen=True)
+class Grammar:
+    """What the output must match, from its first token to its end token."""
+
+    kind: str  # "json_schema", "json_object", "regex" or "choice"
+    value: str  # JSON text of the schema, the regular expression, or a JSON list of strings; "" with json_object
+
+
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """What to do with the logits. `temperature` 0 is greedy. Zero or 1.0 means "off" as noted."""
@@ -75,6 +83,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None  # reproducible whatever else is in the batch
     top_logprobs: int = 0  # alternatives reported for each output token
+    grammar: Grammar | None = None  # tokens that break it are never drawn; `logprobs` stay those of the model
 
 
 @dataclass(slots=True, kw_only=True)

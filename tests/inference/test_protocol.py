@@ -19,7 +19,7 @@ from reef.inference.local.protocol import (
     encode,
     engine_reader,
 )
-from reef.runtime.interfaces import Ending, GenerateRequest, SamplingParams, TokenChunk
+from reef.runtime.interfaces import Ending, GenerateRequest, Grammar, SamplingParams, TokenChunk
 
 CHUNK = TokenChunk(
     request_id="r",
@@ -33,7 +33,13 @@ CHUNK = TokenChunk(
     cached_tokens=7,
 )
 SAMPLING = SamplingParams(
-    max_tokens=3, logit_bias={3: -1.5}, stop=["é"], stop_token_ids=[2], seed=2**63, top_logprobs=2
+    max_tokens=3,
+    logit_bias={3: -1.5},
+    stop=["é"],
+    stop_token_ids=[2],
+    seed=2**63,
+    top_logprobs=2,
+    grammar=Grammar("json_schema", '{"type": "object"}'),
 )
 REQUEST = GenerateRequest(request_id="r", prompt_ids=[1, 2], sampling=SAMPLING, lane="s", runtime_load_id="engine:3")
 FROM_ENGINE = [Hello(1, "engine-0", 2048), Chunks([CHUNK, CHUNK]), Rejected("r", "no", True, "prompt_ids"), Chunks([])]

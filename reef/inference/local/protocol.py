@@ -15,7 +15,7 @@ import msgspec
 from reef.errors import EngineError
 from reef.runtime.interfaces import Ending, GenerateRequest, TokenChunk
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 
 _LENGTH_BYTES = 4
