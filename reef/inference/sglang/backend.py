@@ -1,0 +1,432 @@
+"""The worker's side of SGLang: lifecycle, weights and lanes of every engine; control goes to each, never through a router.
+
+Adapters are loaded under their runtime load ID, a name that is never used for other bytes, and stay beside each other.
+Full weights cannot: an engine holds one set, so `stage` only takes note of them and `activate` loads them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event, Lock, Thread
+from typing import Any, TypeVar
+
+from reef.errors import BarrierError, ConfigError, EngineError, EngineUncertain, ReefError, WorkerDied
+from reef.inference.sglang.config import DISABLE, SGLangConfig
+from reef.inference.sglang.control import EngineState
+from reef.inference.sglang.engine import BorrowedEngine, Engine, ManagedEngine
+from reef.inference.sglang.environment import require_interpreter
+from reef.inference.sglang.router import Router
+from reef.inference.sglang.weights import check_weights_directory
+from reef.runtime.interfaces import BASE_LOAD_ID, EngineReport, InferenceBackend, PauseMode, WeightKind, WeightLoad
+
+log = logging.getLogger("reef.sglang")
+
+T = TypeVar("T")
+
+PLUGIN_VERSION = "1"
+
+# Trainer and engine run the same model through different kernels; see the local engine for what was measured.
+_PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0, "float16": 0.1}
+_PROBE_SECONDS = 2.0
+
+
+class SGLangBackend(InferenceBackend):
+    """Drives `config.num_engines` engines.
+
+    `stage`, `activate` and the memory calls change every engine or raise EngineUncertain; an engine that did not answer,
+    or whose weights are in doubt, is uncertain for good: `health` says so until `restart`.
+    """
+
+    def __init__(
+        self,
+        config: SGLangConfig,
+        *,
+        mode: PauseMode,
+        lora: bool,
+        colocated: bool = False,
+        base_content_id: str = "",
+        logs: Path | None = None,
+    ) -> None:
+        self._config = config
+        self._mode = mode
+        self._lora = lora
+        self._base_content_id = base_content_id
+        self._logs = logs
+        self._engines: list[Engine] = [
+            BorrowedEngine(f"engine-{number}", url, config) for number, url in enumerate(config.endpoints)
+        ] or [
+            ManagedEngine(
+                f"engine-{number}", config, options, mode=mode, lora=lora, colocated=colocated, logs=logs
+            )
+            for number, options in enumerate(config.engine_options())
+        ]
+        self._router: Router | None = None
+        self._share = True
+        self._loads: dict[str, WeightLoad] = {}
+        self._lanes: dict[str, str] = {}
+        self._weights = BASE_LOAD_ID  # the full weights that every engine holds
+        self._dtype = ""
+        self._doubt: str | None = None  # why the engines must be replaced
+        self._silence: str | None = None  # what the watching thread found
+        self._lock = Lock()  # guards _doubt
+        self._closing = Event()
+        self._watch: Thread | None = None
+        self._threads = ThreadPoolExecutor(len(self._engines), thread_name_prefix="sglang")
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Raises ConfigError where an engine is not what the configuration says."""
+        if self._logs is not None:
+            self._logs.mkdir(parents=True, exist_ok=True)
+        self._launch()
+        self._watch = Thread(target=self._look, name="sglang-watch", daemon=True)
+        self._watch.start()
+
+    def endpoints(self) -> list[str]:
+        """Where requests go, the router or the only engine; then every engine."""
+        engines = [engine.control.url for engine in self._engines]
+        return [self._router.url if self._router is not None else engines[0], *engines]
+
+    def restart(self) -> None:
+        """Replace every engine of Reef's; put borrowed ones back to the base load. All are paused."""
+        self._stop()
+        self._launch()
+        self.pause(PauseMode.IN_PLACE)
+
+    def close(self) -> None:
+        self._closing.set()
+        try:
+            self._stop()
+        finally:
+            router, self._router = self._router, None
+            if router is not None:
+                router.stop()
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def health(self) -> str | None:
+        """Never blocks: processes are looked at, and a thread asks each engine every few seconds."""
+        deaths = [self._router.death()] if self._router is not None else []
+        deaths += [engine.death() for engine in self._engines]
+        return next((reason for reason in [*deaths, self._doubt, self._silence] if reason is not None), None)
+
+    def _launch(self) -> None:
+        for share in self._tries():
+            self._start_engines(share)
+            try:
+                states = self._each(lambda engine: engine.control.state())
+                if all(self._verify(engine, state, share) for engine, state in zip(self._engines, states, strict=True)):
+                    break
+            except BaseException:
+                self._stop()
+                raise
+            self._stop()
+        self._share = share
+        self._loads, self._lanes, self._weights = {}, {}, BASE_LOAD_ID
+        self._dtype = states[0].settings.dtype
+        self._reset_borrowed(states)
+        self._put_table()
+        if len(self._engines) > 1:
+            if self._router is None or self._router.death():
+                python = require_interpreter(self._config.python)
+                self._router = Router(python, self._logs, self._config.start_timeout)
+            self._router.set_workers([engine.control.url for engine in self._engines], self._config.start_timeout)
+        with self._lock:
+            self._doubt = self._silence = None
+
+    def _tries(self) -> tuple[bool, ...]:
+        """Start with a prefix cache where it may turn out safe, and again without one if it does not."""
+        best = [
+            self._config.sharing(engine.options, self._mode, lora=self._lora, adapter_scoped=True, version_keyed=True)
+            for engine in self._engines
+        ]
+        return (True, False) if any(sharing.prefix_cache for sharing in best) else (False,)
+
+    def _start_engines(self, share: bool) -> None:
+        try:
+            for engine in self._engines:
+                engine.start(share=share and engine.options.get(DISABLE) is not True)
+            self._each(lambda engine: engine.wait(self._config.start_timeout))
+        except BaseException:
+            self._stop()
+            raise
+
+    def _verify(self, engine: Engine, state: EngineState, share: bool) -> bool:
+        """Whether this engine may share prefixes the way it does. Raises ConfigError."""
+        settings = state.settings
+        if state.plugin != PLUGIN_VERSION:
+            raise ConfigError(f"{engine.name} has version {state.plugin} of Reef's plugin, expected {PLUGIN_VERSION}")
+        if settings.disaggregation_mode != "null" or settings.dp_size != 1:
+            raise ConfigError(f"{engine.name} is a disaggregated or data-parallel engine: Reef serves with regular ones")
+        if self._lora and not settings.enable_lora:
+            raise ConfigError(f"{engine.name} was started without --enable-lora, and adapters are to be published to it")
+        sharing = self._config.sharing(
+            engine.options,
+            self._mode,
+            lora=self._lora,
+            adapter_scoped=state.adapter_scoped,
+            version_keyed=state.version_keyed,
+        )
+        shares = not settings.disable_radix_cache
+        log.info("%s: prefix sharing is %s: %s", engine.name, "on" if shares else "off", sharing.reason)
+        if not engine.owned and shares != sharing.prefix_cache:
+            raise ConfigError(
+                f"{engine.name} at {engine.control.url} has disable_radix_cache {not shares}, and must have "
+                f"{not sharing.prefix_cache}: {sharing.reason}"
+            )
+        return sharing.prefix_cache or not share or not shares
+
+    def _reset_borrowed(self, states: Sequence[EngineState]) -> None:
+        """Nobody restarts a borrowed engine: take what an earlier Reef left in it away."""
+        for engine, state in zip(self._engines, states, strict=True):
+            if engine.owned:
+                continue
+            if state.weights != BASE_LOAD_ID:
+                engine.control.pause(self._mode)
+                self._flush_if_retracting(engine)
+                engine.control.update_weights(state.settings.model_path, BASE_LOAD_ID)
+                engine.control.resume()
+            engine.control.put_table({}, {}, BASE_LOAD_ID)
+            for name in state.adapters:
+                engine.control.unload_adapter(name)
+
+    def _stop(self) -> None:
+        for engine in self._engines:
+            engine.release()
+        failures = [failure for failure in self._outcomes(lambda engine: engine.stop()) if failure is not None]
+        if failures:
+            raise failures[0]
+
+    def _look(self) -> None:
+        """Ask every engine now and then: one that hangs, or a borrowed one that died, has no exit code to look at."""
+        while not self._closing.wait(_PROBE_SECONDS):
+            found = None
+            for engine in self._engines:
+                if engine.death() is not None:
+                    continue
+                try:
+                    engine.control.state()
+                except ReefError as error:
+                    found = str(error)
+            self._silence = found
+
+    # ------------------------------------------------------------------ barrier
+
+    def pause(self, mode: PauseMode) -> None:
+        def stop(engine: Engine) -> None:
+            engine.control.pause(mode)
+            if mode is PauseMode.RETRACT:
+                engine.control.flush()
+
+        self._barrier(stop)
+
+    def flush(self) -> None:
+        self._barrier(lambda engine: engine.control.flush())
+
+    def resume(self) -> None:
+        self._all("resume", lambda engine: engine.control.resume())
+
+    def _barrier(self, call: Callable[[Engine], None]) -> None:
+        try:
+            self._all("the pause barrier", call)
+        except ReefError as error:
+            with self._lock:
+                self._doubt = self._doubt or str(error)
+            raise BarrierError(str(error)) from error
+
+    def _flush_if_retracting(self, engine: Engine) -> None:
+        if self._mode is PauseMode.RETRACT:
+            engine.control.flush()
+
+    # ------------------------------------------------------------------ weights
+
+    def stages(self, kind: WeightKind) -> bool:
+        return kind is WeightKind.LORA
+
+    def stage(self, load: WeightLoad) -> None:
+        if load.runtime_load_id in self._loads or load.runtime_load_id == BASE_LOAD_ID:
+            return
+        if load.path is not None:
+            check_weights_directory(load)
+        if load.kind is WeightKind.LORA:
+            self._stage_adapter(load)
+        self._loads[load.runtime_load_id] = load
+        self._put_table()
+
+    def _stage_adapter(self, load: WeightLoad) -> None:
+        if not self._lora:
+            raise EngineError(f"{load.runtime_load_id} is an adapter, and these engines were started for full weights")
+        self._unload_retired()
+        held = max(len(state.adapters) for state in self._states())
+        if held >= self._config.max_loads:
+            raise EngineError(f"{held} adapters are resident, the most that inference.max-loads allows")
+        name, path = load.runtime_load_id, str(load.path)
+        outcomes = self._outcomes(lambda engine: engine.control.load_adapter(name, path))
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        if failures and len(failures) < len(outcomes) and all(type(one) is not EngineUncertain for one in failures):
+            for engine, outcome in zip(self._engines, outcomes, strict=True):
+                if outcome is None:
+                    self._sure(lambda engine=engine: engine.control.unload_adapter(name))  # type: ignore[misc]
+        self._raise_worst(f"loading {name}", outcomes)
+
+    def activate(self, lane: str, runtime_load_id: str) -> None:
+        load = self._loads.get(runtime_load_id)
+        if load is None and runtime_load_id != BASE_LOAD_ID:
+            raise EngineError(f"activate: {runtime_load_id} was never staged")
+        if not all(state.paused for state in self._states()):
+            raise EngineError("activate: the engines are not paused")
+        if self._needs_full(load):
+            self._replace_full(lane, runtime_load_id, load)
+        self._lanes[lane] = runtime_load_id
+        self._put_table()
+
+    def _needs_full(self, load: WeightLoad | None) -> bool:
+        """Adapters lie over the base, so a base load needs other full weights only where full weights were published."""
+        if load is not None and load.kind is WeightKind.LORA:
+            if self._weights != BASE_LOAD_ID:
+                raise EngineError(f"an adapter cannot lie over the full weights of {self._weights}")
+            return False
+        return (load is not None and load.path is not None) or self._weights != BASE_LOAD_ID
+
+    def _replace_full(self, lane: str, runtime_load_id: str, load: WeightLoad | None) -> None:
+        others = {name for name, served in self._lanes.items() if name != lane and served != BASE_LOAD_ID}
+        if others:
+            raise EngineError(f"SGLang holds one set of full weights, and other lanes are served: {sorted(others)}")
+        if runtime_load_id == self._weights:
+            return
+        path = self._config.model_path if load is None or load.path is None else load.path
+        self._all("replacing the weights", lambda engine: engine.control.update_weights(path, runtime_load_id))
+        for engine, state in zip(self._engines, self._states(), strict=True):
+            held = {state.weights, *(scheduler.weights for scheduler in state.schedulers)}
+            if held != {runtime_load_id}:
+                raise self._doubted(EngineUncertain(f"{engine.name} holds {sorted(held)}, expected {runtime_load_id}"))
+        self._weights = runtime_load_id
+
+    def drop(self, runtime_load_id: str) -> None:
+        """An adapter that requests still use stays until they have ended: it is unloaded at a later call."""
+        if runtime_load_id not in self._loads:
+            return
+        if runtime_load_id in self._lanes.values():
+            raise EngineError(f"drop: {runtime_load_id} is served")
+        del self._loads[runtime_load_id]
+        self._put_table()
+        self._unload_retired()
+
+    def _unload_retired(self) -> None:
+        for engine in self._engines:
+            for name, in_use in engine.control.state().adapters.items():
+                if name not in self._loads and not in_use:
+                    engine.control.unload_adapter(name)
+
+    def score(self, runtime_load_id: str, token_ids: list[int]) -> list[list[float]]:
+        return self._each(lambda engine: engine.control.score(token_ids, runtime_load_id))
+
+    def _put_table(self) -> None:
+        loads: dict[str, dict[str, Any]] = {BASE_LOAD_ID: _entry(self._base_content_id, False, BASE_LOAD_ID)}
+        for name, load in self._loads.items():
+            adapter = load.kind is WeightKind.LORA
+            # A base load that needs no other weights is another name for what was there from the start.
+            alias = load.path is None and self._weights == BASE_LOAD_ID
+            loads[name] = _entry(load.content_id, adapter, BASE_LOAD_ID if adapter or alias else name)
+        lanes = dict(self._lanes)
+        self._all("telling the lanes", lambda engine: engine.control.put_table(lanes, loads, BASE_LOAD_ID))
+
+    # ------------------------------------------------------------------ memory and reports
+
+    def release_memory(self) -> None:
+        self._all("releasing memory", lambda engine: engine.control.release_memory())
+
+    def restore_memory(self) -> None:
+        self._all("restoring memory", lambda engine: engine.control.restore_memory())
+
+    def reports(self) -> list[EngineReport]:
+        return [_report(engine.name, state) for engine, state in zip(self._engines, self._states(), strict=True)]
+
+    @property
+    def probe_tolerance(self) -> float:
+        if not self._dtype:
+            raise EngineError("the engines were never started")
+        return _PROBE_TOLERANCE[self._dtype]
+
+    # ------------------------------------------------------------------ calls
+
+    def _states(self) -> list[EngineState]:
+        return self._each(lambda engine: engine.control.state())
+
+    def _each(self, call: Callable[[Engine], T]) -> list[T]:
+        """Call every engine at once, for what is harmless when only some did it."""
+        outcomes = self._outcomes(call)
+        self._raise_worst("a call", outcomes)
+        return outcomes
+
+    def _all(self, what: str, call: Callable[[Engine], None]) -> None:
+        """For changes that must reach every engine: a part of them is a doubt."""
+        outcomes = self._outcomes(call)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        if failures and len(failures) < len(outcomes):
+            raise self._doubted(EngineUncertain(f"{what}: {failures[0]}; other engines did it")) from failures[0]
+        self._raise_worst(what, outcomes)
+
+    def _outcomes(self, call: Callable[[Engine], Any]) -> list[Any]:
+        """What each engine's call returned or raised."""
+
+        def attempt(engine: Engine) -> Any:
+            try:
+                return call(engine)
+            except Exception as error:
+                return error
+
+        return list(self._threads.map(attempt, self._engines))
+
+    def _raise_worst(self, what: str, outcomes: Sequence[Any]) -> None:
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        for kind in (WorkerDied, EngineUncertain, Exception):
+            for failure in failures:
+                if isinstance(failure, kind):
+                    if isinstance(failure, EngineUncertain):
+                        self._doubted(failure)
+                    log.warning("%s failed: %s", what, failure)
+                    raise failure
+
+    def _sure(self, call: Callable[[], None]) -> None:
+        """Undo a part; if that fails too, nobody knows what the engine holds."""
+        try:
+            call()
+        except ReefError as error:
+            raise self._doubted(EngineUncertain(f"undoing a part failed: {error}")) from error
+
+    def _doubted(self, error: EngineUncertain) -> EngineUncertain:
+        with self._lock:
+            self._doubt = self._doubt or str(error)
+        return error
+
+
+def _entry(content_id: str, adapter: bool, weights: str) -> dict[str, Any]:
+    return {"content_id": content_id, "adapter": adapter, "weights": weights}
+
+
+def _report(name: str, state: EngineState) -> EngineReport:
+    """Loads that are resident now; one page is one token."""
+    schedulers = state.schedulers
+    resident = {
+        load: entry["content_id"]
+        for load, entry in state.loads.items()
+        if (load in state.adapters if entry["adapter"] else entry["weights"] == state.weights)
+    }
+    return EngineReport(
+        engine=name,
+        lanes=state.lanes,
+        loads=resident,
+        paused=state.paused,
+        free_pages=sum(one.free_tokens for one in schedulers),
+        total_pages=sum(one.total_tokens for one in schedulers),
+        running=sum(one.running for one in schedulers),
+        waiting=sum(one.waiting for one in schedulers),
+        stats={
+            "cached_tokens": float(sum(one.cached_tokens for one in schedulers)),
+            "compiling": float(sum(one.compiling for one in schedulers)),
+        },
+    )

@@ -1,0 +1,216 @@
+"""The service's side of SGLang: token ids in, token chunks out, streamed from the router or the only engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from reef.errors import InvalidRequest, ReefError, Unavailable, VerificationError
+from reef.inference.local.validation import check_request
+from reef.inference.sglang.control import EngineControl, EngineState, Refused
+from reef.inference.sglang.http import ServerError, stream_events
+from reef.runtime.interfaces import Ending, GenerateRequest, Grammar, InferenceHandler, SamplingParams, TokenChunk
+
+_CONNECT_SECONDS = 30.0
+_STATE_SECONDS = 60.0
+_DONE = b"[DONE]"
+
+
+class _Meta(msgspec.Struct):
+    """`meta_info` of one streamed event; lists have an entry per token of the event."""
+
+    finish_reason: dict[str, Any] | None = None
+    output_token_logprobs: list[tuple[float, int, Any]] = []
+    output_top_logprobs: list[list[tuple[float, int, Any]] | None] = []
+    cached_tokens: int = 0
+    reef_weights: list[str] = []
+    reef_drawn: list[float] = []
+    reef_load: str | None = None
+
+
+class _Event(msgspec.Struct):
+    output_ids: list[int] = []
+    meta_info: _Meta | None = None
+    error: dict[str, Any] | None = None
+
+
+class SGLangHandler(InferenceHandler):
+    """`endpoints` returns where requests go (a router, or the only engine), then every engine, whenever it is asked."""
+
+    def __init__(self, endpoints: Callable[[], Sequence[str]]) -> None:
+        self._endpoints = endpoints
+        self._url: str | None = None
+        self._max_context = self._vocab_size = 0
+
+    async def connect(self) -> None:
+        """Raises Unavailable when an engine does not answer, VerificationError when one lacks Reef's plugin."""
+        try:
+            traffic, *engines = self._endpoints()
+            states = await asyncio.gather(*(asyncio.to_thread(_state, url) for url in engines))
+        except Refused as error:
+            raise VerificationError(f"an engine without Reef's plugin: {error}") from error
+        except ReefError as error:
+            raise Unavailable(str(error)) from error
+        self._max_context = min(state.max_context for state in states)
+        self._vocab_size = min(state.vocab_size for state in states)
+        self._url = traffic
+
+    async def close(self) -> None:
+        self._url = None
+
+    @property
+    def max_context(self) -> int:
+        if not self._max_context:
+            raise Unavailable("the engine was never connected")
+        return self._max_context
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        if self._url is None:
+            raise Unavailable("the engine is not connected")
+        check_request(request, vocab_size=self._vocab_size, max_context=self._max_context)
+        if request.sampling.seed is not None:
+            raise InvalidRequest("seed is not supported by this engine", "sampling.seed")
+        events = stream_events(self._url, "/generate", _body(request), _CONNECT_SECONDS)
+        load = ""
+        try:
+            async for data in events:
+                if data == _DONE:
+                    break
+                event = msgspec.json.decode(data, type=_Event)
+                if event.error is not None:
+                    error = _refusal(event.error)
+                    if not load:
+                        raise error
+                    yield _cut(request.request_id, load, str(error))
+                    return
+                for chunk in _chunks(request.request_id, event):
+                    load = chunk.runtime_load_id
+                    yield chunk
+                    if chunk.ending is not None:
+                        return
+            yield _cut(request.request_id, load, "the engine ended the answer without a reason")
+        except ServerError as error:
+            if load:
+                yield _cut(request.request_id, load, str(error))
+                return
+            raise _refusal({"message": error.body.decode(errors="replace"), "code": error.status}) from error
+        except (OSError, msgspec.DecodeError) as error:
+            if not load:
+                raise Unavailable(f"the engine did not answer: {error}") from error
+            yield _cut(request.request_id, load, f"the engine was lost: {error}")
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]
+
+
+def _state(url: str) -> EngineState:
+    return EngineControl(url, url, _STATE_SECONDS).state()
+
+
+def _body(request: GenerateRequest) -> bytes:
+    if request.runtime_load_id is not None:
+        weights = f"reef:load:{request.runtime_load_id}"
+    else:
+        weights = f"reef:lane:{request.lane}"
+    return msgspec.json.encode(
+        {
+            "input_ids": request.prompt_ids,
+            "sampling_params": _sampling(request.sampling),
+            "stream": True,
+            "return_logprob": True,
+            "top_logprobs_num": request.sampling.top_logprobs,
+            "lora_path": weights,
+        }
+    )
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    return {
+        "max_new_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+        "min_p": params.min_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()} or None,
+        "stop": params.stop or None,
+        "stop_token_ids": params.stop_token_ids or None,
+        "ignore_eos": params.ignore_eos,
+        "skip_special_tokens": False,
+        **_grammar(params.grammar),
+    }
+
+
+def _grammar(grammar: Grammar | None) -> dict[str, str]:
+    if grammar is None:
+        return {}
+    if grammar.kind == "json_schema":
+        return {"json_schema": grammar.value}
+    if grammar.kind == "json_object":
+        return {"json_schema": '{"type": "object"}'}
+    if grammar.kind == "regex":
+        return {"regex": grammar.value}
+    if grammar.kind == "choice":
+        return {"regex": "|".join(f"({re.escape(text)})" for text in json.loads(grammar.value))}
+    raise InvalidRequest(f"grammar of kind {grammar.kind!r} is not supported by this engine", "sampling.grammar")
+
+
+def _refusal(error: dict[str, Any]) -> ReefError:
+    """SGLang's error of one request, before its first token."""
+    message = str(error.get("message", error))
+    if "reef: the load" in message or int(error.get("code") or 500) >= 500:
+        return Unavailable(message)
+    return InvalidRequest(message)
+
+
+def _chunks(request_id: str, event: _Event) -> list[TokenChunk]:
+    """One chunk per run of tokens from the same load; the last carries the ending."""
+    meta = event.meta_info or _Meta()
+    ids = event.output_ids
+    loads = [meta.reef_load] * len(ids) if meta.reef_load is not None else meta.reef_weights
+    starts = [index for index in range(len(ids)) if index == 0 or loads[index] != loads[index - 1]] or [0]
+    chunks: list[TokenChunk] = []
+    for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+        chunks.append(
+            TokenChunk(
+                request_id=request_id,
+                token_ids=ids[start:end],
+                logprobs=[entry[0] for entry in meta.output_token_logprobs[start:end]],
+                sampled_logprobs=meta.reef_drawn[start:end],
+                runtime_load_id=loads[start] or "" if ids else meta.reef_load or "",
+                top_logprobs=[
+                    [(entry[1], entry[0]) for entry in top or ()] for top in meta.output_top_logprobs[start:end]
+                ],
+                cached_tokens=meta.cached_tokens,
+            )
+        )
+    if meta.finish_reason is not None:
+        _end(chunks[-1], meta.finish_reason)
+    return chunks
+
+
+def _end(chunk: TokenChunk, reason: dict[str, Any]) -> None:
+    kind = reason.get("type")
+    chunk.ending = {"stop": Ending.STOP, "length": Ending.LENGTH}.get(str(kind), Ending.ENGINE_CUT)
+    if chunk.ending is Ending.ENGINE_CUT:
+        chunk.error = str(reason.get("message") or kind)
+    matched = reason.get("matched")
+    chunk.stopped_by = matched if isinstance(matched, str) else None
+
+
+def _cut(request_id: str, load: str, reason: str) -> TokenChunk:
+    return TokenChunk(
+        request_id=request_id,
+        token_ids=[],
+        logprobs=[],
+        sampled_logprobs=[],
+        runtime_load_id=load,
+        ending=Ending.ENGINE_CUT,
+        error=reason,
+    )

@@ -1,0 +1,78 @@
+"""A POST whose answer is read as it comes: server-sent events over HTTP/1.1, on one asyncio connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
+
+import httptools
+
+from reef.errors import Unavailable
+
+_READ_BYTES = 65536
+
+
+class ServerError(Exception):
+    """The server answered with another status than 200."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"{status}: {body.decode(errors='replace')[:500]}")
+        self.status = status
+        self.body = body
+
+
+class _Answer:
+    """Callbacks of the parser."""
+
+    def __init__(self) -> None:
+        self.body: deque[bytes] = deque()
+        self.complete = False
+
+    def on_body(self, data: bytes) -> None:
+        self.body.append(data)
+
+    def on_message_complete(self) -> None:
+        self.complete = True
+
+
+async def stream_events(url: str, path: str, body: bytes, connect_timeout: float) -> AsyncIterator[bytes]:
+    """Yield the data of each event. Leaving the iterator closes the connection, which aborts the request.
+
+    Raises Unavailable when nobody listens, ServerError, ConnectionError when the answer breaks off.
+    """
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(connect_timeout):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    except (OSError, TimeoutError) as error:
+        raise Unavailable(f"the engine at {url} is not reachable: {error}") from error
+    try:
+        head = f"POST {path} HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        async for line in _lines(reader):
+            if line.startswith(b"data: "):
+                yield line[6:]
+    finally:
+        writer.close()
+
+
+async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    answer = _Answer()
+    parser = httptools.HttpResponseParser(answer)
+    pending = b""
+    while not answer.complete:
+        data = await reader.read(_READ_BYTES)
+        if not data:
+            raise ConnectionError("the answer broke off")
+        parser.feed_data(data)
+        pending += b"".join(answer.body)
+        answer.body.clear()
+        if parser.get_status_code() != 200:
+            if answer.complete:
+                raise ServerError(parser.get_status_code(), pending)
+            continue
+        *lines, pending = pending.split(b"\n")
+        for line in lines:
+            yield line.rstrip(b"\r")

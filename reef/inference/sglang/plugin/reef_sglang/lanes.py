@@ -1,0 +1,65 @@
+"""Which weights a request gets: named by lane (`reef:lane:NAME`) or load (`reef:load:ID`) in its `lora_path`.
+
+Reef puts one table; a request is resolved when it passes SGLang's pause gate, so whatever waited for a publication to
+end gets what was published. A load that the table lacks is refused, never loaded again from somewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+LANE, LOAD = "reef:lane:", "reef:load:"
+
+
+@dataclass(slots=True)
+class Table:
+    """`lanes`: lane -> runtime load ID. `loads`: runtime load ID -> {"content_id": ..., "adapter": bool, "weights": runtime
+    load ID of the full weights under it}."""
+
+    lanes: dict[str, str] = field(default_factory=dict)
+    loads: dict[str, dict[str, Any]] = field(default_factory=dict)
+    default: str = ""  # the load of a lane that has none of its own
+
+    def load(self, name: str) -> str | None:
+        """The load that a request's `lora_path` names; None if the name is not Reef's."""
+        if name.startswith(LANE):
+            return self.lanes.get(name.removeprefix(LANE), self.default)
+        return name.removeprefix(LOAD) if name.startswith(LOAD) else None
+
+
+TABLE = Table()
+
+
+def resolve(manager: Any, obj: Any) -> None:
+    """Before `TokenizerManager._validate_and_resolve_lora`. Raises ValueError, which SGLang answers with 400."""
+    if not isinstance(obj.lora_path, str) or (load := TABLE.load(obj.lora_path)) is None:
+        return
+    known = TABLE.loads.get(load)
+    if known is None:
+        raise ValueError(f"reef: the load {load} is not resident")
+    if known["adapter"]:
+        obj.lora_path, obj.reef_load = load, load
+        return
+    held = manager.config_value("weight_version")
+    if known["weights"] != held:
+        raise ValueError(f"reef: the load {load} is not resident; this engine holds {held}")
+    obj.lora_path, obj.reef_load = None, load if load != held else None
+
+
+async def generate(original: Any, manager: Any, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+    """Around `TokenizerManager.generate_request`: name the load that answered where the weights' label does not."""
+    async for out in original(manager, obj, request):
+        load = getattr(obj, "reef_load", None)
+        if load is not None and isinstance(out, dict) and "meta_info" in out:
+            out["meta_info"]["reef_load"] = load
+        yield out
+
+
+async def unload(original: Any, manager: Any, obj: Any, *args: Any) -> Any:
+    """Around `TokenizerManager.unload_lora_adapter`: what is unloaded is forgotten, not loaded again when named."""
+    result = await original(manager, obj, *args)
+    if result.success:
+        manager.lora_ref_cache.pop(obj.lora_name, None)
+    return result
