@@ -1,4 +1,4 @@
-"""The worker's side of SGLang: lifecycle, weights and lanes of every engine; control goes to each, never through a router.
+"""The worker's side of SGLang: lifecycle, weights and lanes of every engine. Control never goes through a router.
 
 Adapters are loaded under their runtime load ID, a name that is never used for other bytes, and stay beside each other.
 Full weights cannot: an engine holds one set, so `stage` only takes note of them and `activate` loads them.
@@ -36,8 +36,8 @@ _PROBE_SECONDS = 2.0
 class SGLangBackend(InferenceBackend):
     """Drives `config.num_engines` engines.
 
-    `stage`, `activate` and the memory calls change every engine or raise EngineUncertain; an engine that did not answer,
-    or whose weights are in doubt, is uncertain for good: `health` says so until `restart`.
+    `stage`, `activate` and the memory calls change every engine or raise EngineUncertain; an engine that did not
+    answer, or whose weights are in doubt, is uncertain for good: `health` says so until `restart`.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class SGLangBackend(InferenceBackend):
         self._engines: list[Engine] = [
             BorrowedEngine(f"engine-{number}", url, config) for number, url in enumerate(config.endpoints)
         ] or [
-            ManagedEngine(
-                f"engine-{number}", config, options, mode=mode, lora=lora, colocated=colocated, logs=logs
-            )
+            ManagedEngine(f"engine-{number}", config, options, mode=mode, lora=lora, colocated=colocated, logs=logs)
             for number, options in enumerate(config.engine_options())
         ]
         self._router: Router | None = None
         self._share = True
         self._loads: dict[str, WeightLoad] = {}
         self._lanes: dict[str, str] = {}
-        self._weights = BASE_LOAD_ID  # the full weights that every engine holds
+        self._weights = BASE_LOAD_ID  # the load whose full weights every engine holds
+        self._holds_base = True  # whether those are the base model's
+        self._paused: PauseMode | None = None  # by the barrier that holds
         self._dtype = ""
         self._doubt: str | None = None  # why the engines must be replaced
         self._silence: str | None = None  # what the watching thread found
@@ -125,7 +125,8 @@ class SGLangBackend(InferenceBackend):
                 raise
             self._stop()
         self._share = share
-        self._loads, self._lanes, self._weights = {}, {}, BASE_LOAD_ID
+        self._loads, self._lanes, self._weights, self._holds_base = {}, {}, BASE_LOAD_ID, True
+        self._paused = None
         self._dtype = states[0].settings.dtype
         self._reset_borrowed(states)
         self._put_table()
@@ -160,9 +161,13 @@ class SGLangBackend(InferenceBackend):
         if state.plugin != PLUGIN_VERSION:
             raise ConfigError(f"{engine.name} has version {state.plugin} of Reef's plugin, expected {PLUGIN_VERSION}")
         if settings.disaggregation_mode != "null" or settings.dp_size != 1:
-            raise ConfigError(f"{engine.name} is a disaggregated or data-parallel engine: Reef serves with regular ones")
+            raise ConfigError(
+                f"{engine.name} is a disaggregated or data-parallel engine: Reef serves with regular ones"
+            )
         if self._lora and not settings.enable_lora:
-            raise ConfigError(f"{engine.name} was started without --enable-lora, and adapters are to be published to it")
+            raise ConfigError(
+                f"{engine.name} was started without --enable-lora, and adapters are to be published to it"
+            )
         sharing = self._config.sharing(
             engine.options,
             self._mode,
@@ -222,12 +227,14 @@ class SGLangBackend(InferenceBackend):
                 engine.control.flush()
 
         self._barrier(stop)
+        self._paused = mode
 
     def flush(self) -> None:
         self._barrier(lambda engine: engine.control.flush())
 
     def resume(self) -> None:
         self._all("resume", lambda engine: engine.control.resume())
+        self._paused = None
 
     def _barrier(self, call: Callable[[Engine], None]) -> None:
         try:
@@ -243,8 +250,8 @@ class SGLangBackend(InferenceBackend):
 
     # ------------------------------------------------------------------ weights
 
-    def stages(self, kind: WeightKind) -> bool:
-        return kind is WeightKind.LORA
+    def stages(self, load: WeightLoad) -> bool:
+        return load.kind is WeightKind.LORA or (load.path is None and self._holds_base)
 
     def stage(self, load: WeightLoad) -> None:
         if load.runtime_load_id in self._loads or load.runtime_load_id == BASE_LOAD_ID:
@@ -278,18 +285,20 @@ class SGLangBackend(InferenceBackend):
             raise EngineError(f"activate: {runtime_load_id} was never staged")
         if not all(state.paused for state in self._states()):
             raise EngineError("activate: the engines are not paused")
-        if self._needs_full(load):
+        if self._needs_full(lane, load):
             self._replace_full(lane, runtime_load_id, load)
         self._lanes[lane] = runtime_load_id
         self._put_table()
 
-    def _needs_full(self, load: WeightLoad | None) -> bool:
-        """Adapters lie over the base, so a base load needs other full weights only where full weights were published."""
-        if load is not None and load.kind is WeightKind.LORA:
-            if self._weights != BASE_LOAD_ID:
-                raise EngineError(f"an adapter cannot lie over the full weights of {self._weights}")
-            return False
-        return (load is not None and load.path is not None) or self._weights != BASE_LOAD_ID
+    def _needs_full(self, lane: str, load: WeightLoad | None) -> bool:
+        """Adapters lie over the base: a base load needs other full weights only where full weights were published."""
+        if load is None:  # the base load: a lane that does not hold the weights leaves them to the one that does
+            return not self._holds_base and self._lanes.get(lane) == self._weights
+        if load.kind is WeightKind.FULL:
+            return load.path is not None or not self._holds_base
+        if not self._holds_base:
+            raise EngineError(f"an adapter cannot lie over the full weights of {self._weights}")
+        return False
 
     def _replace_full(self, lane: str, runtime_load_id: str, load: WeightLoad | None) -> None:
         others = {name for name, served in self._lanes.items() if name != lane and served != BASE_LOAD_ID}
@@ -297,19 +306,26 @@ class SGLangBackend(InferenceBackend):
             raise EngineError(f"SGLang holds one set of full weights, and other lanes are served: {sorted(others)}")
         if runtime_load_id == self._weights:
             return
-        path = self._config.model_path if load is None or load.path is None else load.path
+        if in_use := sorted(name for state in self._states() for name, used in state.adapters.items() if used):
+            raise EngineError(f"requests in flight still use the adapters {in_use}: nothing can be changed under them")
+        path = self._path_of(load)
         self._all("replacing the weights", lambda engine: engine.control.update_weights(path, runtime_load_id))
         for engine, state in zip(self._engines, self._states(), strict=True):
             held = {state.weights, *(scheduler.weights for scheduler in state.schedulers)}
             if held != {runtime_load_id}:
                 raise self._doubted(EngineUncertain(f"{engine.name} holds {sorted(held)}, expected {runtime_load_id}"))
-        self._weights = runtime_load_id
+        # Base weights that came back keep their new name: under the old one, requests that a barrier froze may have
+        # cached what two sets of weights computed.
+        self._weights, self._holds_base = runtime_load_id, load is None or load.path is None
+
+    def _path_of(self, load: WeightLoad | None) -> str:
+        return self._config.model_path if load is None or load.path is None else load.path
 
     def drop(self, runtime_load_id: str) -> None:
         """An adapter that requests still use stays until they have ended: it is unloaded at a later call."""
         if runtime_load_id not in self._loads:
             return
-        if runtime_load_id in self._lanes.values():
+        if runtime_load_id in self._lanes.values() or (runtime_load_id == self._weights and not self._holds_base):
             raise EngineError(f"drop: {runtime_load_id} is served")
         del self._loads[runtime_load_id]
         self._put_table()
@@ -325,22 +341,33 @@ class SGLangBackend(InferenceBackend):
         return self._each(lambda engine: engine.control.score(token_ids, runtime_load_id))
 
     def _put_table(self) -> None:
-        loads: dict[str, dict[str, Any]] = {BASE_LOAD_ID: _entry(self._base_content_id, False, BASE_LOAD_ID)}
+        base = self._weights if self._holds_base else BASE_LOAD_ID
+        loads = {BASE_LOAD_ID: _entry(self._base_content_id, False, base)}
         for name, load in self._loads.items():
-            adapter = load.kind is WeightKind.LORA
-            # A base load that needs no other weights is another name for what was there from the start.
-            alias = load.path is None and self._weights == BASE_LOAD_ID
-            loads[name] = _entry(load.content_id, adapter, BASE_LOAD_ID if adapter or alias else name)
+            alias = load.path is None and self._holds_base  # another name for the base that is there
+            loads[name] = _entry(load.content_id, load.kind is WeightKind.LORA, base if alias else name)
         lanes = dict(self._lanes)
         self._all("telling the lanes", lambda engine: engine.control.put_table(lanes, loads, BASE_LOAD_ID))
 
     # ------------------------------------------------------------------ memory and reports
 
     def release_memory(self) -> None:
+        """The engines must be paused by a barrier that retracted: SGLang dies when it is told so while it is busy."""
+        if self._paused is not PauseMode.RETRACT:
+            raise EngineError("memory can be released only behind a barrier that retracted")
         self._all("releasing memory", lambda engine: engine.control.release_memory())
 
     def restore_memory(self) -> None:
-        self._all("restoring memory", lambda engine: engine.control.restore_memory())
+        """Take the memory again, then load the full weights again: a release without a backup loses them."""
+        if not any(scheduler.released for state in self._states() for scheduler in state.schedulers):
+            return  # SGLang dies when told to restore what it never released
+        path = self._path_of(self._loads.get(self._weights))
+
+        def restore(engine: Engine) -> None:
+            engine.control.restore_memory()
+            engine.control.update_weights(path, self._weights)
+
+        self._all("restoring memory", restore)
 
     def reports(self) -> list[EngineReport]:
         return [_report(engine.name, state) for engine, state in zip(self._engines, self._states(), strict=True)]
@@ -409,12 +436,12 @@ def _entry(content_id: str, adapter: bool, weights: str) -> dict[str, Any]:
 
 
 def _report(name: str, state: EngineState) -> EngineReport:
-    """Loads that are resident now; one page is one token."""
+    """Loads that are resident now, and the base load, which is never dropped; one page is one token."""
     schedulers = state.schedulers
     resident = {
         load: entry["content_id"]
         for load, entry in state.loads.items()
-        if (load in state.adapters if entry["adapter"] else entry["weights"] == state.weights)
+        if load == BASE_LOAD_ID or (load in state.adapters if entry["adapter"] else entry["weights"] == state.weights)
     }
     return EngineReport(
         engine=name,
@@ -428,5 +455,6 @@ def _report(name: str, state: EngineState) -> EngineReport:
         stats={
             "cached_tokens": float(sum(one.cached_tokens for one in schedulers)),
             "compiling": float(sum(one.compiling for one in schedulers)),
+            "resident_bytes": float(sum(one.resident_bytes for one in schedulers)),
         },
     )

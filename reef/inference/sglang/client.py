@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 
-from reef.errors import InvalidRequest, ReefError, Unavailable, VerificationError
+from reef.errors import ConfigError, InvalidRequest, ReefError, Unavailable, VerificationError
 from reef.inference.local.validation import check_request
 from reef.inference.sglang.control import EngineControl, EngineState, Refused
 from reef.inference.sglang.http import ServerError, stream_events
 from reef.runtime.interfaces import Ending, GenerateRequest, Grammar, InferenceHandler, SamplingParams, TokenChunk
 
-_CONNECT_SECONDS = 30.0
 _STATE_SECONDS = 60.0
 _DONE = b"[DONE]"
+
+
+class _Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
+    """`inference.handler-config` of this handler."""
+
+    connect_timeout: Annotated[float, msgspec.Meta(gt=0)] = 30.0
 
 
 class _Meta(msgspec.Struct):
@@ -42,10 +47,20 @@ class _Event(msgspec.Struct):
 class SGLangHandler(InferenceHandler):
     """`endpoints` returns where requests go (a router, or the only engine), then every engine, whenever it is asked."""
 
-    def __init__(self, endpoints: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, endpoints: Callable[[], Sequence[str]], *, connect_timeout: float = 30.0) -> None:
         self._endpoints = endpoints
+        self._connect_timeout = connect_timeout
         self._url: str | None = None
         self._max_context = self._vocab_size = 0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], endpoints: Callable[[], Sequence[str]]) -> SGLangHandler:
+        """Keys: connect-timeout (seconds)."""
+        try:
+            options = msgspec.convert(dict(config), _Options)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"inference.handler-config: {error}") from error
+        return cls(endpoints, connect_timeout=options.connect_timeout)
 
     async def connect(self) -> None:
         """Raises Unavailable when an engine does not answer, VerificationError when one lacks Reef's plugin."""
@@ -75,7 +90,7 @@ class SGLangHandler(InferenceHandler):
         check_request(request, vocab_size=self._vocab_size, max_context=self._max_context)
         if request.sampling.seed is not None:
             raise InvalidRequest("seed is not supported by this engine", "sampling.seed")
-        events = stream_events(self._url, "/generate", _body(request), _CONNECT_SECONDS)
+        events = stream_events(self._url, "/generate", _body(request), self._connect_timeout)
         load = ""
         try:
             async for data in events:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -92,8 +92,8 @@ class SGLangConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     engines: Annotated[int, msgspec.Meta(ge=1, description="how many engines serve, behind SGLang's router")] = 1
     tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1, description="GPUs that one engine spans")] = 1
     num_gpus: Annotated[
-        int | None,
-        msgspec.Meta(ge=0, description="GPUs of all engines together; default: engines x tensor-parallel-size"),
+        Annotated[int, msgspec.Meta(ge=0)] | None,
+        msgspec.Meta(description="GPUs of all engines together; default: engines x tensor-parallel-size"),
     ] = None
     groups: Annotated[
         list[EngineGroup], msgspec.Meta(description="engines with options of their own, in place of `engines`")
@@ -125,6 +125,13 @@ class SGLangConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     python: Annotated[
         str, msgspec.Meta(description="interpreter with SGLang; empty: the one that `make engine-sglang` built")
     ] = ""
+    handler_factory: Annotated[
+        str, msgspec.Meta(description="package.module:Class of your own InferenceHandler; empty: the backend's")
+    ] = ""
+    handler_config: Annotated[
+        dict[str, Any],
+        msgspec.Meta(description="settings of the handler; of the backend's own: connect-timeout"),
+    ] = msgspec.field(default_factory=dict)
     start_timeout: Annotated[float, msgspec.Meta(gt=0, description="seconds that an engine may take to start")] = 600.0
     control_timeout: Annotated[
         float, msgspec.Meta(gt=0, description="seconds within which an engine must answer a control call")
@@ -142,9 +149,7 @@ class SGLangConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
                 raise ValueError(f"endpoints must be http://host:port, got {endpoint!r}")
         wanted = self.num_engines * self.tensor_parallel_size
         if self.num_gpus is not None and self.device == "cuda" and not self.endpoints and self.num_gpus != wanted:
-            raise ValueError(
-                f"num-gpus must be engines x tensor-parallel-size ({wanted}), got {self.num_gpus}"
-            )
+            raise ValueError(f"num-gpus must be engines x tensor-parallel-size ({wanted}), got {self.num_gpus}")
         if self.device == "cpu" and (self.tensor_parallel_size > 1 or self.num_gpus):
             raise ValueError("device cpu has no GPUs: leave num-gpus and tensor-parallel-size alone")
         for number, group in enumerate(self.groups):

@@ -27,6 +27,7 @@ class SchedulerState(msgspec.Struct, frozen=True):
     free_tokens: int
     cached_tokens: int
     total_tokens: int
+    resident_bytes: int
     released: list[str]
 
 
@@ -108,7 +109,7 @@ class EngineControl:
         self._call("POST", "/unload_lora_adapter", {"lora_name": name})
 
     def update_weights(self, path: str, weights: str) -> None:
-        """Replace the full weights of a paused engine. Raises EngineUncertain: a refusal does not say how far it got."""
+        """Replace the full weights of a paused engine. A refusal does not say how far it got: EngineUncertain."""
         body = {"model_path": path, "weight_version": weights, "flush_cache": False, "abort_all_requests": False}
         try:
             self._call("POST", "/update_weights_from_disk", body)

@@ -71,12 +71,9 @@ class ManagedEngine(Engine):
         self._process: LeasedProcess | None = None
 
     def start(self, *, share: bool) -> None:
-        python = require_interpreter(self._config.python)
         port = free_port()
         self.control = EngineControl(self.name, f"http://127.0.0.1:{port}", self._config.control_timeout)
-        arguments = flags(self._flags(port, share))
-        command = [str(python), "-m", "reef_sglang.serve", *arguments]
-        self._process = LeasedProcess(self.name, command, self._environment(), self._log)
+        self._process = LeasedProcess(self.name, self.command(port, share=share), self.environment(), self._log)
 
     def wait(self, seconds: float) -> None:
         assert self._process is not None
@@ -97,6 +94,11 @@ class ManagedEngine(Engine):
     @property
     def owned(self) -> bool:
         return True
+
+    def command(self, port: int, *, share: bool) -> list[str]:
+        """What is run. Raises ConfigError where SGLang is not installed."""
+        python = require_interpreter(self._config.python)
+        return [str(python), "-m", "reef_sglang.serve", *flags(self._flags(port, share))]
 
     def _flags(self, port: int, share: bool) -> dict[str, Option]:
         config = self._config
@@ -133,7 +135,7 @@ class ManagedEngine(Engine):
                 found["lora-backend"] = "torch_native"
         return {**found, **self.options, DISABLE: not share}
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         config = self._config
         environment = {
             **os.environ,
@@ -142,7 +144,8 @@ class ManagedEngine(Engine):
             "REEF_SGLANG_VERSION_KEYS": "1" if config.version_keys else "0",
         }
         if config.device == "cpu":
-            environment |= {"SGLANG_PLATFORM": "reef_cpu", "OMP_WAIT_POLICY": "PASSIVE"}
+            # Compiling a handful of small kernels takes minutes here, and saves nothing that anyone measures.
+            environment |= {"SGLANG_PLATFORM": "reef_cpu", "OMP_WAIT_POLICY": "PASSIVE", "TORCHDYNAMO_DISABLE": "1"}
             environment.setdefault("OMP_NUM_THREADS", "1")
         return environment
 

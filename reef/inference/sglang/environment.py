@@ -59,8 +59,8 @@ def build(pip_arguments: list[str]) -> Path:
         shutil.rmtree(target, ignore_errors=True)  # what an interrupted run left
         subprocess.run([sys.executable, "-m", "venv", target], check=True)
         python = target / "bin" / "python"
-        command = [python, "-m", "pip", "install", "--quiet", "--no-deps", *pip_arguments, "-r", REQUIREMENTS]
-        subprocess.run(command, check=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", *pip_arguments]
+        subprocess.run([*install, "-r", str(REQUIREMENTS)], check=True)
         (target / _STAMP).touch()
         return python
 

@@ -3,7 +3,7 @@
     Reef ──(pipe)──► lease ──► the engine, in a session of its own with all its children
 
 The owner's end of the pipe closes when the owner says so or dies in any way. Then the engine's process group gets
-SIGTERM, after a grace SIGKILL, and the lease leaves when nobody of the group is left. It needs only the standard library.
+SIGTERM, after a grace SIGKILL, and the lease leaves when nobody of the group is left. Standard library only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One process of an engine or a router as its owner sees it: started under a lease, logged to a file, ended for sure."""
+"""A process of an engine or a router as its owner sees it: started under a lease, logged to a file, ended for sure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine will be asked to read, looked at before it is asked: SGLang reports a bad file only when it is half done."""
+"""What an engine will be asked to read, looked at first: SGLang reports a missing file only when it is half done."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def activate() -> str | None:
     return f"{__name__}.ReefCpuPlatform"
 
 
-class ReefCpuPlatform(CpuDeviceMixin, SRTPlatform):
+class ReefCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     """Plain torch on the CPU: no graphs, no pinned memory, attention by torch itself."""
 
     _enum = PlatformEnum.OOT
@@ -40,7 +40,7 @@ class ReefCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 def _never_pin() -> None:
     """SGLang's LoRA code pins host memory without asking the platform, which raises where there is no accelerator."""
-    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = lambda self, *_: self
     for name in ("tensor", "empty", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 from importlib.metadata import version
 
-from . import SGLANG_VERSION, lanes, logprobs, pause, routes, version_keys
+from . import SGLANG_VERSION, cpu_memory, lanes, logprobs, pause, routes, version_keys
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _REQUEST = "sglang.srt.managers.schedule_batch.Req"
@@ -14,6 +15,7 @@ _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
+_MEMORY = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
 def register() -> None:
@@ -38,5 +40,7 @@ def register() -> None:
         add(f"{_REQUEST}.__init__", version_keys.on_arrival, HookType.AFTER)
         add(f"{_REQUEST}.reset_for_retract", version_keys.on_retract, HookType.AFTER)
         add(f"{_SCHEDULER}.record_weight_version_change", version_keys.on_new_weights, HookType.AFTER)
+    if os.environ.get("SGLANG_PLATFORM") == "reef_cpu":
+        add(f"{_MEMORY}.release_memory_occupation", cpu_memory.release, HookType.AFTER)
     if main:
         add("sglang.srt.entrypoints.http_server.launch_server", routes.add_routes, HookType.BEFORE)

@@ -15,8 +15,10 @@ LANE, LOAD = "reef:lane:", "reef:load:"
 
 @dataclass(slots=True)
 class Table:
-    """`lanes`: lane -> runtime load ID. `loads`: runtime load ID -> {"content_id": ..., "adapter": bool, "weights": runtime
-    load ID of the full weights under it}."""
+    """`lanes`: lane -> runtime load ID.
+
+    `loads`: runtime load ID -> {"content_id": str, "adapter": bool, "weights": load ID of the full weights under it}.
+    """
 
     lanes: dict[str, str] = field(default_factory=dict)
     loads: dict[str, dict[str, Any]] = field(default_factory=dict)

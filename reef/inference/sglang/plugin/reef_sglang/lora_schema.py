@@ -77,7 +77,7 @@ def _shared(stored: Any, asked: Any) -> bool:
     tree = RadixCache.create_simulated()
     tree.insert(InsertParams(key=stored, value=torch.arange(len(TOKENS), dtype=torch.int64)))
     found = tree.match_prefix(MatchPrefixParams(key=asked)).device_prefix_len
-    return found == len(TOKENS)
+    return bool(found == len(TOKENS))
 
 
 def _hooked() -> bool:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def is_fully_idle(
-    original: Any, scheduler: Any, for_health_check: bool = False, ignore_waiting: bool = False
-) -> bool:
+def is_fully_idle(original: Any, scheduler: Any, for_health_check: bool = False, ignore_waiting: bool = False) -> bool:
     """Around `Scheduler.is_fully_idle`: behind a pause, requests whose grammar still compiles wait like the others.
 
     They hold no KV, and their compilation goes on. Every other check is SGLang's own.

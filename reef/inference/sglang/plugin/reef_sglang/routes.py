@@ -67,7 +67,9 @@ def _settings(manager: Any) -> dict[str, Any]:
 
 
 def scheduler_state(result: Any, internal: Any, *_: Any, **__: Any) -> Any:
-    """After `SchedulerInternalStateController.get_internal_state`, in the scheduler's process: what `/reef/state` passes on."""
+    """After `SchedulerInternalStateController.get_internal_state`, in the scheduler's process: for `/reef/state`."""
+    import psutil
+
     scheduler = internal.scheduler
     result.internal_state[STATE_KEY] = {
         "weights": served_weights(),
@@ -78,6 +80,7 @@ def scheduler_state(result: Any, internal: Any, *_: Any, **__: Any) -> Any:
         "free_tokens": scheduler.token_to_kv_pool_allocator.available_size(),
         "cached_tokens": scheduler.tree_cache.evictable_size(),
         "total_tokens": scheduler.max_total_num_tokens,
+        "resident_bytes": psutil.Process().memory_info().rss,
         "released": sorted(scheduler.weight_updater.offload_tags),
     }
     return result
