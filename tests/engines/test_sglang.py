@@ -91,7 +91,7 @@ def test_penalties_bias_and_grammar_leave_the_models_log_probabilities_alone(ser
 def test_end_by_stop_token_and_stop_string(served) -> None:
     async def test(handler) -> None:
         free = await ask(handler, PROMPT, 12)
-        by_token = await ask(handler, PROMPT, 12, stop_token_ids=[free.token_ids[5]])
+        by_token = await ask(handler, PROMPT, 12, stop_token_ids=[free.token_ids[5]], ignore_eos=False)
         assert (by_token.ending, by_token.token_ids) == (Ending.STOP, free.token_ids[:6])
         from transformers import AutoTokenizer
 
@@ -110,6 +110,7 @@ def test_end_by_stop_token_and_stop_string(served) -> None:
         ({"temperature": -1.0}, "sampling.temperature"),
         ({"stop_token_ids": [10**7]}, "sampling.stop_token_ids"),
         ({"seed": 1}, "sampling.seed"),
+        ({"stop_token_ids": [5]}, "sampling.stop_token_ids"),
     ],
 )
 def test_what_the_engine_cannot_honour_is_refused_by_name(served, sampling, field) -> None:

@@ -147,7 +147,7 @@ def test_colocated_release_and_restore_behind_the_barrier(served, weights) -> No
     async def test(handler) -> None:
         prompt = [*PREFIX[:1500], 9]
         await ask(handler, prompt)
-        asked = start(handler, [600, 601, 602], 60)
+        asked = start(handler, [600, 601, 602], 300)
         await asked.has(5)
         load = served.fresh(weights[1])
         backend = served.backend
@@ -162,7 +162,7 @@ def test_colocated_release_and_restore_behind_the_barrier(served, weights) -> No
         await asyncio.to_thread(backend.activate, "", load.runtime_load_id)
         await asyncio.to_thread(backend.resume)
         answer = await asked.task
-        assert (answer.ending, len(answer.token_ids)) == (Ending.LENGTH, 60)
+        assert (answer.ending, len(answer.token_ids)) == (Ending.LENGTH, 300)
         expected = rescored(weights[1], asked.prompt_ids, answer.token_ids)
         switch = answer.load_ids.index(load.runtime_load_id)
         assert answer.logprobs[switch:] == pytest.approx(expected[switch:], abs=1e-4)

@@ -436,12 +436,14 @@ def _entry(content_id: str, adapter: bool, weights: str) -> dict[str, Any]:
 
 
 def _report(name: str, state: EngineState) -> EngineReport:
-    """Loads that are resident now, and the base load, which is never dropped; one page is one token."""
+    """Loads that are resident, or are the base model's content, which always can be; one page is one token."""
     schedulers = state.schedulers
+    base = state.loads[BASE_LOAD_ID]["content_id"]
     resident = {
         load: entry["content_id"]
         for load, entry in state.loads.items()
-        if load == BASE_LOAD_ID or (load in state.adapters if entry["adapter"] else entry["weights"] == state.weights)
+        if entry["content_id"] == base
+        or (load in state.adapters if entry["adapter"] else entry["weights"] == state.weights)
     }
     return EngineReport(
         engine=name,

@@ -13,7 +13,7 @@ import msgspec
 from reef.errors import ConfigError, InvalidRequest, ReefError, Unavailable, VerificationError
 from reef.inference.local.validation import check_request
 from reef.inference.sglang.control import EngineControl, EngineState, Refused
-from reef.inference.sglang.http import ServerError, stream_events
+from reef.inference.sglang.http import refused, stream_events
 from reef.runtime.interfaces import Ending, GenerateRequest, Grammar, InferenceHandler, SamplingParams, TokenChunk
 
 _STATE_SECONDS = 60.0
@@ -35,7 +35,8 @@ class _Meta(msgspec.Struct):
     cached_tokens: int = 0
     reef_weights: list[str] = []
     reef_drawn: list[float] = []
-    reef_load: str | None = None
+    reef_load: str = ""
+    reef_under: str = ""
 
 
 class _Event(msgspec.Struct):
@@ -87,39 +88,39 @@ class SGLangHandler(InferenceHandler):
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         if self._url is None:
             raise Unavailable("the engine is not connected")
-        check_request(request, vocab_size=self._vocab_size, max_context=self._max_context)
-        if request.sampling.seed is not None:
-            raise InvalidRequest("seed is not supported by this engine", "sampling.seed")
+        self._check(request)
         events = stream_events(self._url, "/generate", _body(request), self._connect_timeout)
-        load = ""
+        load, error = "", ReefError("the engine ended the answer without a reason")
         try:
             async for data in events:
                 if data == _DONE:
                     break
                 event = msgspec.json.decode(data, type=_Event)
-                if event.error is not None:
-                    error = _refusal(event.error)
-                    if not load:
-                        raise error
-                    yield _cut(request.request_id, load, str(error))
-                    return
+                if (refusal := _refusal(event)) is not None:
+                    raise refusal
                 for chunk in _chunks(request.request_id, event):
                     load = chunk.runtime_load_id
                     yield chunk
                     if chunk.ending is not None:
                         return
-            yield _cut(request.request_id, load, "the engine ended the answer without a reason")
-        except ServerError as error:
-            if load:
-                yield _cut(request.request_id, load, str(error))
-                return
-            raise _refusal({"message": error.body.decode(errors="replace"), "code": error.status}) from error
-        except (OSError, msgspec.DecodeError) as error:
-            if not load:
-                raise Unavailable(f"the engine did not answer: {error}") from error
-            yield _cut(request.request_id, load, f"the engine was lost: {error}")
+        except ReefError as failure:
+            error = failure
+        except (OSError, msgspec.DecodeError) as failure:
+            error = Unavailable(f"the engine was lost: {failure}")
         finally:
-            await events.aclose()  # type: ignore[attr-defined]
+            await events.aclose()
+        if not load:
+            raise error
+        yield _cut(request.request_id, load, str(error))
+
+    def _check(self, request: GenerateRequest) -> None:
+        """Raises InvalidRequest for what SGLang cannot honour."""
+        check_request(request, vocab_size=self._vocab_size, max_context=self._max_context)
+        sampling = request.sampling
+        if sampling.ignore_eos and sampling.stop_token_ids:
+            raise InvalidRequest("stop_token_ids cannot be combined with ignore_eos here", "sampling.stop_token_ids")
+        if sampling.seed is not None:
+            raise InvalidRequest("seed is not supported by this engine", "sampling.seed")
 
 
 def _state(url: str) -> EngineState:
@@ -176,19 +177,20 @@ def _grammar(grammar: Grammar | None) -> dict[str, str]:
     raise InvalidRequest(f"grammar of kind {grammar.kind!r} is not supported by this engine", "sampling.grammar")
 
 
-def _refusal(error: dict[str, Any]) -> ReefError:
-    """SGLang's error of one request, before its first token."""
-    message = str(error.get("message", error))
-    if "reef: the load" in message or int(error.get("code") or 500) >= 500:
-        return Unavailable(message)
-    return InvalidRequest(message)
+def _refusal(event: _Event) -> ReefError | None:
+    """What SGLang says in place of an answer, or when its scheduler gives a request up for the caller's fault."""
+    reason = (event.meta_info.finish_reason if event.meta_info is not None else None) or {}
+    status = event.error.get("code") if event.error is not None else reason.get("status_code")
+    if event.error is None and status is None:
+        return None
+    return refused(int(status or 500), str((event.error or reason).get("message")))
 
 
 def _chunks(request_id: str, event: _Event) -> list[TokenChunk]:
     """One chunk per run of tokens from the same load; the last carries the ending."""
     meta = event.meta_info or _Meta()
     ids = event.output_ids
-    loads = [meta.reef_load] * len(ids) if meta.reef_load is not None else meta.reef_weights
+    loads = [meta.reef_load if weights == meta.reef_under else weights for weights in meta.reef_weights]
     starts = [index for index in range(len(ids)) if index == 0 or loads[index] != loads[index - 1]] or [0]
     chunks: list[TokenChunk] = []
     for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
@@ -198,7 +200,7 @@ def _chunks(request_id: str, event: _Event) -> list[TokenChunk]:
                 token_ids=ids[start:end],
                 logprobs=[entry[0] for entry in meta.output_token_logprobs[start:end]],
                 sampled_logprobs=meta.reef_drawn[start:end],
-                runtime_load_id=loads[start] or "" if ids else meta.reef_load or "",
+                runtime_load_id=loads[start] if ids else meta.reef_load,
                 top_logprobs=[
                     [(entry[1], entry[0]) for entry in top or ()] for top in meta.output_top_logprobs[start:end]
                 ],

@@ -59,7 +59,7 @@ def build(pip_arguments: list[str]) -> Path:
         shutil.rmtree(target, ignore_errors=True)  # what an interrupted run left
         subprocess.run([sys.executable, "-m", "venv", target], check=True)
         python = target / "bin" / "python"
-        install = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", *pip_arguments]
+        install = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", *pip_arguments]
         subprocess.run([*install, "-r", str(REQUIREMENTS)], check=True)
         (target / _STAMP).touch()
         return python

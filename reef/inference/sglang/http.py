@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from urllib.parse import urlsplit
 
 import httptools
 
-from reef.errors import Unavailable
+from reef.errors import InvalidRequest, ReefError, Unavailable
 
 _READ_BYTES = 65536
 
 
-class ServerError(Exception):
-    """The server answered with another status than 200."""
-
-    def __init__(self, status: int, body: bytes) -> None:
-        super().__init__(f"{status}: {body.decode(errors='replace')[:500]}")
-        self.status = status
-        self.body = body
+def refused(status: int, message: str) -> ReefError:
+    """A status that is not 200, as an error: the caller's fault, or the engine's for now."""
+    if 400 <= status < 500 and "reef: the load" not in message:  # weights that are not there now are nobody's fault
+        return InvalidRequest(message)
+    return Unavailable(message)
 
 
 class _Answer:
@@ -37,10 +35,10 @@ class _Answer:
         self.complete = True
 
 
-async def stream_events(url: str, path: str, body: bytes, connect_timeout: float) -> AsyncIterator[bytes]:
+async def stream_events(url: str, path: str, body: bytes, connect_timeout: float) -> AsyncGenerator[bytes, None]:
     """Yield the data of each event. Leaving the iterator closes the connection, which aborts the request.
 
-    Raises Unavailable when nobody listens, ServerError, ConnectionError when the answer breaks off.
+    Raises Unavailable when nobody listens, what the server refused, ConnectionError when the answer breaks off.
     """
     parts = urlsplit(url)
     try:
@@ -71,7 +69,7 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
         answer.body.clear()
         if parser.get_status_code() != 200:
             if answer.complete:
-                raise ServerError(parser.get_status_code(), pending)
+                raise refused(parser.get_status_code(), pending.decode(errors="replace")[:500])
             continue
         *lines, pending = pending.split(b"\n")
         for line in lines:

@@ -33,11 +33,10 @@ def printed(log: Path, text: str) -> str:
 
 
 def children(log: Path) -> list[int]:
-    printed(log, "child 0")
-    printed(log, "child ")
-    return [
-        int(line.split()[1]) for line in log.read_text().splitlines() if line.startswith("child") and line[-1] != " "
-    ]
+    """What a fork returned in the parent, once both have printed."""
+    while len(lines := [line for line in printed(log, "child").splitlines(True) if line.endswith("\n")]) < 2:
+        time.sleep(0.02)
+    return [pid for line in lines if (pid := int(line.split()[1]))]
 
 
 def gone(pid: int) -> bool:
@@ -55,7 +54,7 @@ def gone(pid: int) -> bool:
 
 def test_stop_ends_the_process_and_its_children(tmp_path) -> None:
     process = start(ENGINE, tmp_path / "log")
-    pids = [pid for pid in children(tmp_path / "log") if pid]
+    pids = children(tmp_path / "log")
     assert process.death() is None and pids
     process.stop()
     assert all(gone(pid) for pid in pids)
@@ -79,7 +78,7 @@ def test_owner_that_is_killed_takes_everything_along(tmp_path) -> None:
         ],
         start_new_session=True,
     )
-    pids = [pid for pid in children(tmp_path / "log") if pid]
+    pids = children(tmp_path / "log")
     assert pids
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()

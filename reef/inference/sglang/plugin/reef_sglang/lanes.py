@@ -41,21 +41,21 @@ def resolve(manager: Any, obj: Any) -> None:
     known = TABLE.loads.get(load)
     if known is None:
         raise ValueError(f"reef: the load {load} is not resident")
-    if known["adapter"]:
-        obj.lora_path, obj.reef_load = load, load
-        return
     held = manager.config_value("weight_version")
-    if known["weights"] != held:
-        raise ValueError(f"reef: the load {load} is not resident; this engine holds {held}")
-    obj.lora_path, obj.reef_load = None, load if load != held else None
+    if not known["adapter"] and known["weights"] != held:
+        raise ValueError(f"reef: the load {load} is not resident; this engine holds the full weights of {held}")
+    obj.lora_path = load if known["adapter"] else None
+    obj.reef_load, obj.reef_under = load, held
 
 
 async def generate(original: Any, manager: Any, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-    """Around `TokenizerManager.generate_request`: name the load that answered where the weights' label does not."""
+    """Around `TokenizerManager.generate_request`: tell the load, and over which full weights it was resolved.
+
+    Tokens that those weights produced are the load's; tokens of weights that replaced them since are theirs.
+    """
     async for out in original(manager, obj, request):
-        load = getattr(obj, "reef_load", None)
-        if load is not None and isinstance(out, dict) and "meta_info" in out:
-            out["meta_info"]["reef_load"] = load
+        if hasattr(obj, "reef_load") and isinstance(out, dict) and "meta_info" in out:
+            out["meta_info"]["reef_load"], out["meta_info"]["reef_under"] = obj.reef_load, obj.reef_under
         yield out
 
 
