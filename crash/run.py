@@ -30,6 +30,7 @@ FLAGS: dict[str, object] = {
     "training.learning-rate": 0.003,
     "recipe.batch-size": 4,
     "evaluation.plugin": "crash.evaluator",
+    "inference.max-loads": len(SCENARIOS) + 1,  # so that every release but the first few evicts an older one
     "reef.default-scenario": SCENARIOS[0],
 }
 BACK_TO_BASE_EVERY = 10

@@ -1,4 +1,4 @@
-"""The command line: `reef serve | demo | report | status | releases | rollback | promote | records | doctor`.
+"""The command line: `reef serve | coordinator | demo | report | status | releases | rollback | promote | ...`.
 
 With config.py the only composition root. Importing it stays light: a command imports what it runs when it runs.
 Exit codes: 0 done, 1 Reef refused or failed, 2 wrong usage or configuration, 130 interrupted.
@@ -155,6 +155,24 @@ def serve(config_file: Path | None, print_config: bool, **keyed: str | None) -> 
     from reef.service.app import serve as run
 
     run(resolved.config)
+
+
+@root.command(cls=DeploymentCommand)
+def coordinator(config_file: Path | None, **keyed: str | None) -> None:
+    """Run engines and trainer in a process of their own, for a service that is started, restarted or moved freely.
+
+    Both take the same configuration and share reef.data-dir. The service finds the coordinator, and its replacement,
+    by the file that execution.coordinator names.
+
+    \b
+    Example:
+      reef coordinator --config reef.yaml
+      reef serve --config reef.yaml --execution.runtime coordinator_training
+    """
+    resolved = _resolve(config_file, keyed)
+    from reef.service.coordinator import run_coordinator
+
+    run_coordinator(resolved.config)
 
 
 @root.command(cls=DeploymentCommand)

@@ -31,7 +31,7 @@ from reef.inference.local.config import LocalConfig
 from reef.inference.sglang.config import SGLangConfig
 from reef.recipe.config import EvaluationConfig, RecipeConfig
 from reef.records.config import StorageConfig
-from reef.runtime.deployment import ExecutionConfig
+from reef.runtime.config import ExecutionConfig
 from reef.service.config import NoTraining, ObservabilityConfig, ReefConfig, ServiceConfig
 from reef.train.torch_backend.config import TorchConfig
 

@@ -198,6 +198,10 @@ def test_serve_learn_die_recover_and_roll_back(reef: Reef):
     reef.http.post("/reef/scenarios/default/rollback").raise_for_status()
     assert reef.ask(temperature=0.0)[1] == base_answer
     assert [release["number"] for release in reef.releases()] == [4, 3, 2, 1, 0]
+    residency = reef.status()["residency"]
+    kept = 2 if reef.flags["training.mode"] == "lora" else 0
+    assert residency["used"] == kept, "adapters of older releases stay, full weights do not"
+    assert sorted(load["state"] for load in residency["loads"]) == ["current"] + ["unused"] * kept
 
 
 @pytest.mark.timeout(240)

@@ -1,4 +1,4 @@
-"""One service per data directory."""
+"""One service, and one coordinator, per data directory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class DirectoryLock:
     A child forked without exec shares the lock and keeps it alive; spawned ones do not.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / LOCK_NAME
+    def __init__(self, directory: Path, name: str = LOCK_NAME) -> None:
+        self._path = directory / name
         self._descriptor: int | None = None
 
     def acquire(self) -> None:

@@ -1,269 +1,290 @@
-"""One deployment's pair of components: started in order, driven from the service's event loop, watched, closed."""
+"""The service's side of a deployment: the pair of runtimes over one coordinator, and how a pair is found by name.
+
+::
+
+    TrainingRuntime  = CoordinatorRuntime ──┐
+                                            ├──► Channel ──► Coordinator (here, or in another process or node)
+    InferenceRuntime = EngineRuntime ───────┘        status: where the engines are, and whether they serve
+         └── InferenceHandler ─── data plane ──► engines
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
-import re
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, TypeVar
+from importlib.metadata import entry_points
+from typing import Any
 
-import msgspec
-
-from reef.errors import BarrierError, EngineUncertain, ReefError, TrainingError, Unavailable, WorkerDied
-from reef.points import Point, crossing
-from reef.runtime.executor import KINDS, is_class_path
+from reef.errors import ConfigError, ReefError
+from reef.runtime.coordinator import Coordinator
 from reef.runtime.interfaces import (
     Candidate,
+    CoordinatorStatus,
     EngineReport,
-    InferenceBackend,
     InferenceHandler,
+    InferenceRuntime,
     Marker,
     Release,
-    TrainingBackend,
+    Storage,
     TrainingRuntime,
     TrainJob,
 )
-from reef.runtime.publication import Publication
-from reef.runtime.recovery import RestartBudget
-from reef.runtime.scheduler import TrainingCoordinator
 
 log = logging.getLogger("reef.deployment")
 
-T = TypeVar("T")
+ENTRY_POINTS = "reef.runtimes"
+POLL_SECONDS = 0.5
+STEP_POLL_SECONDS = 10.0
+REPORT_SECONDS = 5.0
 
-OWED_SECONDS = 30.0
-"""How long a committed release may wait for its engines to be resumed before they are replaced."""
+Factory = Callable[..., tuple[TrainingRuntime, InferenceRuntime]]
+"""(configuration of the deployment, what it shares with the service) -> the pair, not started."""
 
 
-class ExecutionConfig(
-    msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, rename=lambda name: name.replace("_", "-")
-):
-    """Section `execution`: where workers run."""
+class Channel(ABC):
+    """How the service reaches its coordinator. Nothing that was sent is sent again by itself."""
 
-    executor: Annotated[
-        str,
-        msgspec.Meta(
-            description="mp: engine and trainer in processes of their own; uni: inside the service; ray: as Ray "
-            "actors; auto: ray where a cluster's address is known, else mp; or package.module:Class of your own"
-        ),
-    ] = "mp"
-    ray_address: Annotated[
-        str,
-        msgspec.Meta(
-            description="host:port of a Ray cluster that this machine has joined; empty: RAY_ADDRESS, "
-            "or a local Ray that lives as long as the service"
-        ),
-    ] = ""
-    cpus_per_worker: Annotated[
-        float,
-        msgspec.Meta(
-            ge=0, description="ray: CPUs reserved for each engine and trainer; it gets as many threads (>= 1)"
-        ),
-    ] = 1.0
-    start_timeout: Annotated[float, msgspec.Meta(gt=0, description="Seconds that a component may take to start")] = (
-        600.0
-    )
+    @abstractmethod
+    async def start(self) -> None:
+        """Start the coordinator, or find it. Raises what failed."""
 
-    def __post_init__(self) -> None:
-        if self.executor not in KINDS and not is_class_path(self.executor):
-            raise ValueError(
-                f"executor must be one of {', '.join(KINDS)} or package.module:Class, got {self.executor!r}"
-            )
-        if self.ray_address and self.executor not in ("ray", "auto"):
-            raise ValueError(
-                f"ray-address is for the executors ray and auto, got {self.ray_address!r} with executor {self.executor}"
-            )
-        if self.ray_address != "auto" and self.ray_address and not re.fullmatch(r"[^/\s]+:\d+", self.ray_address):
-            raise ValueError(f'ray-address must be host:port or "auto", got {self.ray_address!r}')
+    @abstractmethod
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the coordinator's. Raises what it raised, or WorkerDied if it is gone or replaced."""
+
+    @abstractmethod
+    async def refresh(self) -> CoordinatorStatus:
+        """Ask for the status. Raises ReefError with the reason while there is no coordinator."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+
+class LocalChannel(Channel):
+    """The coordinator lives in this process; its blocking methods run on threads."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._threads = ThreadPoolExecutor(8, thread_name_prefix="coordinator")
+
+    async def start(self) -> None:
+        await self.call("start")
+
+    async def call(self, method: str, *args: Any) -> Any:
+        function = getattr(self._coordinator, method)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    async def refresh(self) -> CoordinatorStatus:
+        return self._coordinator.status()
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._coordinator.close)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class EngineRuntime(InferenceRuntime):
+    """Follows the engines wherever the coordinator's status says they are."""
+
+    def __init__(
+        self, channel: Channel, make_handler: Callable[[Callable[[], Sequence[str]]], InferenceHandler]
+    ) -> None:
+        self._channel = channel
+        self._handler = make_handler(self.endpoints)
+        self._status: CoordinatorStatus | None = None
+        self._trouble: str | None = "the engines are not started"
+        self._connected: tuple[str, int] | None = None  # incarnation and generation
+        self._connecting = asyncio.Lock()
+        self._reports: asyncio.Task[list[EngineReport]] | None = None  # shared by all who ask meanwhile
+
+    @property
+    def handler(self) -> InferenceHandler:
+        return self._handler
+
+    @property
+    def status(self) -> CoordinatorStatus | None:
+        """As of the last time that it was asked for."""
+        return self._status
+
+    def endpoints(self) -> Sequence[str]:
+        return self._status.endpoints if self._status is not None else []
+
+    async def follow(self) -> CoordinatorStatus:
+        """Ask where the engines are, and connect if they are others than before. Raises ReefError."""
+        try:
+            self._status = status = await self._channel.refresh()
+        except ReefError as error:
+            self._trouble = str(error)
+            raise
+        await self._connect((status.incarnation, status.generation))
+        self._trouble = None
+        return status
+
+    async def _connect(self, engines: tuple[str, int]) -> None:
+        async with self._connecting:
+            if self._connected == engines:
+                return
+            try:
+                await (self._handler.connect() if self._connected is None else self._handler.reconnect())
+            except ReefError as error:
+                self._trouble = f"the engines cannot be reached: {error}"
+                raise
+            self._connected = engines
+
+    def health(self) -> str | None:
+        return self._trouble or (self._status.engines if self._status is not None else None)
+
+    async def reports(self) -> list[EngineReport]:
+        if self._reports is None or self._reports.done():
+            self._reports = asyncio.create_task(self._channel.call("reports"))
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._reports), REPORT_SECONDS)
+        except (ReefError, TimeoutError):
+            return []
+
+    @property
+    def pause_seconds(self) -> float | None:
+        return self._status.pause_seconds if self._status is not None else None
+
+    @property
+    def residency(self) -> dict[str, Any]:
+        return self._status.residency if self._status is not None else {}
+
+    async def close(self) -> None:
+        await self._handler.close()
 
 
 class CoordinatorRuntime(TrainingRuntime):
-    """Drives the coordinator from the event loop; its blocking calls run on one thread, one at a time.
+    """Drives a coordinator through a channel. When it finds another one there, that one is told the heads first."""
 
-    The same thread repairs engines and trainer, so that a repair never races a publication.
-    """
-
-    def __init__(
-        self,
-        coordinator: TrainingCoordinator,
-        publication: Publication,
-        engines: InferenceBackend,
-        trainer: TrainingBackend | None,
-        handler: InferenceHandler,
-    ) -> None:
-        self._coordinator = coordinator
-        self._publication = publication
-        self._engines = engines
-        self._trainer = trainer
-        self._handler = handler
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="coordinator")
-        self._training = ThreadPoolExecutor(1, thread_name_prefix="training")
-        self._reports: asyncio.Task[list[EngineReport]] | None = None  # shared by all who ask meanwhile
-        self._connected_to = -1  # the publication's engine generation that the handler is connected to
+    def __init__(self, channel: Channel, inference: EngineRuntime) -> None:
+        self._channel = channel
+        self._inference = inference
+        self._storage: Storage | None = None
+        self._recovered: str | None = None  # incarnation that knows the heads
+        self._recovering = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
-        self._nudge = asyncio.Event()
-        self._budgets = {"engine": RestartBudget(), "trainer": RestartBudget()}
-        self.stopped: dict[str, str] = {}  # component -> why it is not replaced any more
-        self.repairing: str | None = None
 
     # ------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Start engines and trainer side by side; connect the data plane. Raises what a component raised."""
-        loop = asyncio.get_running_loop()
-        starts = [loop.run_in_executor(None, self._engines.start)]
-        if self._trainer is not None:
-            starts.append(loop.run_in_executor(None, self._trainer.start))
-        for failure in await asyncio.gather(*starts, return_exceptions=True):
-            if isinstance(failure, BaseException):
-                raise failure
-        await self._connect()
-
-    def watch(self) -> None:
-        """Begin to replace what dies; call it after `recover`."""
-        self._watch = asyncio.create_task(self._supervise(), name="supervisor")
+        await self._channel.start()
+        await self._inference.follow()
 
     async def close(self) -> None:
-        """Close everything in reverse order; a failing close hides neither the later ones nor the first error."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
-        closers: list[Callable[[], Any]] = [self._engines.close]
-        if self._trainer is not None:
-            closers.insert(0, self._trainer.close)
-        await self._handler.close()
-        for close in closers:
-            try:
-                await asyncio.to_thread(close)
-            except Exception:
-                log.exception("closing a component failed")
-        for thread in (self._thread, self._training):
-            thread.shutdown(wait=False, cancel_futures=True)
+        await self._channel.close()
 
-    async def _connect(self) -> None:
-        generation = self._publication.generation
-        if self._connected_to != generation:
-            await self._handler.connect()
-            self._connected_to = generation
+    async def recover(self, storage: Storage) -> Candidate | None:
+        self._storage = storage
+        async with self._recovering:
+            candidate = await self._recover(await self._inference.follow())
+        self._watch = asyncio.create_task(self._follow(), name="follow coordinator")
+        return candidate
 
-    async def _call(self, function: Callable[..., T], *args: Any) -> T:
+    async def _recover(self, status: CoordinatorStatus) -> Candidate | None:
+        assert self._storage is not None
+        heads = [state.head for state in await self._storage.scenarios()]
+        marker: Marker | None = await self._channel.call("marker")
+        commit = await self._storage.commit_by_job(marker.job_id) if marker is not None else None
+        committed = commit is not None and commit.release is not None
+        candidate: Candidate | None = await self._channel.call("recover", heads, committed)
+        self._recovered = status.incarnation
+        await self._inference.follow()
+        if commit is not None and commit.release is not None and marker is not None and marker.candidate is not None:
+            await self.commit_candidate(marker.candidate, commit.release)
+        return candidate
+
+    async def _follow(self) -> None:
+        """Keep up with the coordinator and its engines while nobody calls."""
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            with contextlib.suppress(ReefError):  # it is the service's health meanwhile
+                await self._settle()
+
+    async def _settle(self) -> None:
+        """Where the coordinator is another than before, it gets the heads before anything else."""
+        status = await self._inference.follow()
+        if self._recovered is None or status.incarnation == self._recovered:
+            return
+        async with self._recovering:
+            if status.incarnation != self._recovered:
+                log.warning("another coordinator answers (%s): it gets the committed heads", status.incarnation)
+                await self._recover(status)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        await self._settle()
         try:
-            result = await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
-        except ReefError as error:
-            if isinstance(error, WorkerDied | EngineUncertain | BarrierError):
-                self._nudge.set()
+            result = await self._channel.call(method, *args)
+        except ReefError:
             with contextlib.suppress(ReefError):  # engines replaced on the way to the failure
-                await self._connect()
+                await self._inference.follow()
             raise
-        await self._connect()
+        await self._inference.follow()
         return result
 
     # ------------------------------------------------------------------ contract
 
     async def train(self, job: TrainJob, runtime_load_id: str) -> Candidate:
-        if reason := self.stopped.get("trainer"):
-            raise Unavailable(reason)
-        if (found := await self._call(self._coordinator.begin, job)) is not None:
-            return found
-        try:
-            # On a thread of its own: an engine that dies meanwhile is replaced at once.
-            result = await asyncio.get_running_loop().run_in_executor(self._training, self._coordinator.compute, job)
-        except TrainingError as error:
-            await self._call(self._coordinator.fail, job, str(error))
-            raise
-        except WorkerDied:
-            self._nudge.set()
-            raise
-        return await self._call(self._coordinator.checkpoint, job, result, runtime_load_id)
+        while True:
+            candidate: Candidate | None = await self._call("train", job, runtime_load_id, STEP_POLL_SECONDS)
+            if candidate is not None:
+                return candidate
 
     async def adopt(self, candidate: Candidate) -> Candidate:
-        return await self._call(self._coordinator.adopt, candidate)
+        found: Candidate = await self._call("adopt", candidate)
+        return found
 
     async def publish(self, candidate: Candidate) -> None:
-        await self._call(self._coordinator.publish, candidate)
+        await self._call("publish", candidate)
 
     async def acknowledge(self, job_id: str, release: Release) -> None:
-        await self._call(self._coordinator.acknowledge, job_id, release)
+        await self._call("acknowledge", job_id, release)
 
     async def reject(self, job_id: str, reason: str) -> None:
-        await self._call(self._coordinator.reject, job_id, reason)
+        await self._call("reject", job_id, reason)
 
-    async def recover(self, heads: Sequence[Release], committed: bool) -> Candidate | None:
-        return await self._call(self._coordinator.recover, heads, committed)
+    async def remember(self, release: Release) -> None:
+        await self._channel.call("remember", release)
 
     async def marker(self) -> Marker | None:
-        return await asyncio.to_thread(self._coordinator.marker)  # a file read: never waits for a step
+        found: Marker | None = await self._channel.call("marker")
+        return found
 
-    async def engine_reports(self) -> list[EngineReport]:
-        """What the engines say of themselves; empty while they cannot answer."""
-        if self._reports is None or self._reports.done():
-            self._reports = asyncio.create_task(asyncio.to_thread(self._engines.reports))
-        try:
-            return await asyncio.wait_for(asyncio.shield(self._reports), 5.0)
-        except (ReefError, TimeoutError):
-            return []
+    def health(self) -> str | None:
+        status = self._inference.status
+        return status.trainer if status is not None else None
 
-    # ------------------------------------------------------------------ supervision
 
-    def health(self) -> list[str]:
-        """Reasons why this deployment cannot serve; empty when it can. A dead trainer keeps nobody from serving."""
-        reasons = [self.stopped.get("engine"), self.repairing, self._publication.health()]
-        return [reason for reason in reasons if reason is not None][:1]
+# ---------------------------------------------------------------------------------------------- by name
 
-    def training_health(self) -> str | None:
-        """Why nothing can be trained now; None when it can, or when nothing is meant to train."""
-        if self._trainer is None:
-            return None
-        return self.stopped.get("trainer") or self._trainer.health()
 
-    async def _supervise(self, poll_seconds: float = 0.5) -> None:
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(poll_seconds):
-                    await self._nudge.wait()
-            self._nudge.clear()
-            if reason := self._publication.health():
-                await self._replace("engine", reason, self._repair_engines)
-            elif self._coordinator.owes_seconds > OWED_SECONDS:
-                reason = "a committed release could not be resumed"
-                await self._replace("engine", reason, self._coordinator.repair_engines)
-            elif self._trainer is not None and (reason := self._trainer.health()):
-                await self._replace("trainer", reason, self._restart_trainer)
+def find_factory(name: str, known: Mapping[str, Factory]) -> Factory:
+    """A factory of ours, an installed entry point of the group `reef.runtimes`, or `package.module:name`.
 
-    async def _replace(self, component: str, reason: str, repair: Callable[[], None]) -> None:
-        if component in self.stopped:
-            return
-        delay = self._budgets[component].take()
-        if delay is None:
-            self.stopped[component] = f"the {component} died too often to be replaced again; last reason: {reason}"
-            log.error(self.stopped[component])
-            return
-        text = f"the {component} is being replaced: {reason}"
-        log.warning("%s (in %.0f s)", text, delay)
-        if component == "engine":
-            self.repairing = text
-        try:
-            await asyncio.sleep(delay)
-            await self._call(repair)
-            log.warning("the %s was replaced", component)
-        except ReefError as error:
-            log.warning("replacing the %s failed: %s", component, error)
-        except Exception:  # the supervisor must outlive any failed repair: it tries again within its budget
-            log.exception("replacing the %s failed", component)
-        finally:
-            self.repairing = None
-
-    def _repair_engines(self) -> None:
-        if self._publication.health() is None:  # a publication that was tried again replaced them meanwhile
-            self._budgets["engine"].give_back()
-            return
-        self._coordinator.repair_engines()
-
-    def _restart_trainer(self) -> None:
-        assert self._trainer is not None
-        with crossing(Point.RESTART_TRAINER):
-            self._trainer.close()
-            self._trainer.start()
+    Only the one that is asked for is imported. Raises ConfigError.
+    """
+    if name in known:
+        return known[name]
+    installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    try:
+        if name in installed:
+            found = installed[name].load()
+        elif ":" in name:
+            module, _, attribute = name.partition(":")
+            found = getattr(importlib.import_module(module), attribute)
+        else:
+            choices = ", ".join([*known, *sorted(installed)])
+            raise ConfigError(f"execution.runtime must be one of {choices}, or package.module:factory; got {name!r}")
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"execution.runtime: cannot load {name}: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"execution.runtime: {name} must be callable, got {type(found).__name__}")
+    factory: Factory = found
+    return factory

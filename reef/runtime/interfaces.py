@@ -5,24 +5,29 @@ seconds (float), durations are seconds, token positions are zero-based and half-
 
 Who talks to whom::
 
-    service ──► scenario ──► RuntimeScheduler ──► TrainingRuntime ──► TrainingCoordinator
+    service ──► scenario ──► CandidateBackend ──► TrainingRuntime ═══► Coordinator
        │            │                                                   │            │
        ▼            ▼                                                   ▼            ▼
     ChatService   Storage, ContentStore                          TrainingBackend  InferenceBackend
        │                                                                             │
        ▼                                                                             ▼
-    InferenceHandler ─────────────── data plane ──────────────────────────────────► engines
+    InferenceRuntime: InferenceHandler ───────── data plane ──────────────────────► engines
+
+The double arrow may cross processes and nodes. TrainingBackend and InferenceBackend never meet.
 """
 
 from __future__ import annotations
 
 import enum
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from reef.errors import Unavailable
 
 BASE_LANE = ""
 """The lane that serves the base model; a lane without a load of its own falls back to it."""
@@ -134,6 +139,18 @@ class Generation:
 class InferenceHandler(ABC):
     """Service side of one inference integration: requests in, token chunks out. It never touches weights."""
 
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config: Mapping[str, Any], endpoints: Callable[[], Sequence[str]]) -> InferenceHandler:
+        """Build it, connected to nothing. `endpoints` says where the engines are, whenever it is asked.
+
+        `config` is `inference.handler-config`. Raises ConfigError naming the key that is unknown or wrong.
+        """
+
+    def prepare(self, request: GenerateRequest) -> GenerateRequest:
+        """What is sent for `request`; called once, before `generate`. Raises InvalidRequest for what cannot be sent."""
+        return request
+
     @abstractmethod
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Stream chunks until one has `ending`. Closing the iterator early aborts the request in the engine.
@@ -144,7 +161,14 @@ class InferenceHandler(ABC):
 
     @abstractmethod
     async def connect(self) -> None:
-        """Connect, or connect again after the engine was replaced."""
+        """Connect to every engine and verify it: what answers must speak the protocol and be the engine that was meant.
+
+        Raises Unavailable (nobody answers), VerificationError (the wrong one does).
+        """
+
+    async def reconnect(self) -> None:
+        """Connect again after engines were replaced; streams from those that still live go on until they end."""
+        await self.connect()
 
     @abstractmethod
     async def close(self) -> None: ...
@@ -153,6 +177,14 @@ class InferenceHandler(ABC):
     @abstractmethod
     def max_context(self) -> int:
         """Most tokens (prompt plus output) a request may have."""
+
+
+class HeaderProvider(ABC):
+    """Adds headers to what a handler sends over HTTP: credentials, tenancy, tracing."""
+
+    @abstractmethod
+    def headers(self, request: GenerateRequest) -> Mapping[str, str]:
+        """Asked for every request. What it raises fails that request alone."""
 
 
 # ---------------------------------------------------------------------------------------------- records
@@ -458,6 +490,19 @@ class WeightKind(enum.StrEnum):
     LORA = "lora"
 
 
+@dataclass(slots=True, frozen=True)
+class TransferSession:
+    """How weights go from this trainer to these engines, until either is replaced.
+
+    With "disk", sender and receivers see the same files at the same paths: the sender leaves `token` at
+    `<directory>/token`, and every receiver reads it there.
+    """
+
+    transfer: str  # "disk"
+    directory: str
+    token: str
+
+
 class TrainingBackend(ABC):
     """Worker side of one trainer. Blocking; called by the coordinator only, one call at a time."""
 
@@ -489,8 +534,12 @@ class TrainingBackend(ABC):
 
     @property
     def accepted_transfers(self) -> tuple[str, ...]:
-        """Names of the ways this trainer can hand weights over."""
+        """Names of the ways this trainer can hand weights over, the best first."""
         return ("disk",)
+
+    @abstractmethod
+    def attach(self, session: TransferSession) -> None:
+        """Begin a transfer session as its sender: leave the session's token where the receivers will look for it."""
 
 
 # ---------------------------------------------------------------------------------------------- inference control
@@ -523,6 +572,7 @@ class EngineReport:
     total_pages: int
     running: int
     waiting: int
+    leaked: dict[str, str] = field(default_factory=dict)  # runtime load ID -> why it could not be freed
     stats: dict[str, float] = field(default_factory=dict)
 
 
@@ -564,7 +614,15 @@ class InferenceBackend(ABC):
 
     @abstractmethod
     def drop(self, runtime_load_id: str) -> None:
-        """Free a load that no lane serves. Dropping an unknown one is a no-op."""
+        """Free a load that no lane serves; requests that pin it are cut. Dropping an unknown one is a no-op."""
+
+    def evict(self, runtime_load_id: str) -> bool:
+        """`drop` it unless a request still decodes with it on some engine; False if one does.
+
+        An engine whose `drop` waits for such requests need not implement this.
+        """
+        self.drop(runtime_load_id)
+        return True
 
     @abstractmethod
     def score(self, runtime_load_id: str, token_ids: list[int]) -> list[list[float]]:
@@ -591,13 +649,27 @@ class InferenceBackend(ABC):
     def close(self) -> None: ...
 
     @property
+    def max_loads(self) -> int:
+        """Slots of one engine: how many sets of weights besides the base's may be resident. Default: no bound."""
+        return sys.maxsize
+
+    @property
     @abstractmethod
     def probe_tolerance(self) -> float:
         """Largest honest difference in nats between trainer and engine on the probe, given the engine's dtype."""
 
+    @abstractmethod
+    def endpoints(self) -> list[str]:
+        """Where the engines' data planes listen, in order of engine: what this integration's handler connects to."""
+
     @property
     def accepted_transfers(self) -> tuple[str, ...]:
+        """Names of the ways these engines can receive weights, the best first."""
         return ("disk",)
+
+    @abstractmethod
+    def attach(self, session: TransferSession) -> None:
+        """Begin a transfer session as its receivers, after the sender. Raises EngineError if they do not meet."""
 
 
 # ---------------------------------------------------------------------------------------------- jobs
@@ -652,7 +724,14 @@ class Marker:
 
 
 class TrainingRuntime(ABC):
-    """Service side: what a scenario's scheduler drives. Every call may be retried with the same job id."""
+    """Service side of training and publication. Every call may be retried with the same job id."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Start, or find, what trains and publishes. Raises what a component raised, with everything closed again."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
 
     @abstractmethod
     async def train(self, job: TrainJob, runtime_load_id: str) -> Candidate:
@@ -670,21 +749,109 @@ class TrainingRuntime(ABC):
     async def acknowledge(self, job_id: str, release: Release) -> None:
         """The release is committed: HEAD_COMMITTED, resume, COMPLETE."""
 
+    async def commit_candidate(self, candidate: Candidate, release: Release) -> None:  # noqa: B027
+        """Tell a trainer that keeps candidates of its own which one was committed. Repeating it is harmless."""
+
     @abstractmethod
     async def reject(self, job_id: str, reason: str) -> None:
         """REJECTING -> REJECTED: incumbent resources restored, the candidate's freed."""
 
     @abstractmethod
-    async def recover(self, heads: Sequence[Release], committed: bool) -> Candidate | None:
-        """Bring fresh engines to the committed heads and settle the marker; call it once, before serving.
+    async def remember(self, release: Release) -> None:
+        """A scenario was created: from now on its head is this base release."""
 
-        `committed` says whether the job of `marker()` is in the store. Returns the candidate of an interrupted job that
-        is to be evaluated and published again, or None.
+    @abstractmethod
+    async def recover(self, storage: Storage) -> Candidate | None:
+        """Bring the engines to the heads in `storage` and settle the marker; call it once, before serving.
+
+        Returns the candidate of an interrupted job that is to be evaluated and published again, or None. A runtime
+        whose coordinator is replaced later asks `storage` again by itself.
         """
 
     @abstractmethod
     async def marker(self) -> Marker | None:
         """The durable marker as it stands."""
+
+    @abstractmethod
+    def health(self) -> str | None:
+        """Why nothing can be trained now; None when it can, or when nothing is meant to train."""
+
+
+class InferenceRuntime(ABC):
+    """Service side of the engines: the data plane, the door for new requests, and what the engines say."""
+
+    @property
+    @abstractmethod
+    def handler(self) -> InferenceHandler: ...
+
+    @abstractmethod
+    def health(self) -> str | None:
+        """Why the engines cannot serve now; None when they can."""
+
+    def admit(self) -> None:
+        """Let a new request in. Raises Unavailable, with the reason, while the engines cannot serve."""
+        if (reason := self.health()) is not None:
+            raise Unavailable(reason)
+
+    @abstractmethod
+    async def reports(self) -> list[EngineReport]:
+        """What the engines say of themselves; empty while they cannot answer."""
+
+    @property
+    @abstractmethod
+    def pause_seconds(self) -> float | None:
+        """How long the newest publication held the engines."""
+
+    @property
+    @abstractmethod
+    def residency(self) -> dict[str, Any]:
+        """What the engines hold besides the base load, for people."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Disconnect. The engines themselves end with the training runtime, which owns the coordinator."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CoordinatorStatus:
+    """What a coordinator says of itself and of what it watches. Reasons are None while all is well."""
+
+    incarnation: str  # another one has other engines, and must be told the heads again
+    generation: int  # how often this one replaced its engines
+    endpoints: list[str]  # of the engines' data planes
+    engines: str | None  # why they cannot serve
+    trainer: str | None  # why it cannot train
+    pause_seconds: float | None = None
+    residency: dict[str, Any] = field(default_factory=dict)  # what the engines hold besides the base load
+
+
+class CandidateBackend(ABC):
+    """What a trainer in a scenario drives: from a job to a candidate, from there to a release or to nothing.
+
+    Every call may be repeated with the same job.
+    """
+
+    @abstractmethod
+    async def train(self, job: TrainJob, runtime_load_id: str) -> Candidate: ...
+
+    @abstractmethod
+    async def adopt(self, candidate: Candidate) -> Candidate:
+        """Take bytes that exist already as a candidate."""
+
+    @abstractmethod
+    def sampler(self, candidate: Candidate, head: Release) -> CandidateSampler:
+        """How an evaluation asks the candidate, and the head that it would replace."""
+
+    @abstractmethod
+    async def publish(self, candidate: Candidate) -> None:
+        """Return behind the commit gate: in the engines, verified, paused."""
+
+    @abstractmethod
+    async def commit(self, candidate: Candidate, release: Release) -> None:
+        """The release is durable: open the gate."""
+
+    @abstractmethod
+    async def reject(self, job_id: str, reason: str) -> None: ...
 
 
 # ---------------------------------------------------------------------------------------------- recipes

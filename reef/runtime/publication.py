@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from reef.errors import EngineError, EngineUncertain, VerificationError
+from reef.errors import BarrierError, EngineError, EngineUncertain, Unavailable, VerificationError, WorkerDied
 from reef.points import Point, crossing
 from reef.runtime.interfaces import (
     BASE_LOAD_ID,
     Candidate,
     ContentStore,
+    EngineReport,
     InferenceBackend,
     PauseMode,
     Release,
     WeightKind,
     WeightLoad,
 )
+from reef.runtime.residency import Residency
 
 log = logging.getLogger("reef.publication")
 
@@ -27,6 +31,11 @@ NUM_PROBE_TOKENS = 64
 def probe_ids(vocab_size: int) -> list[int]:
     """The fixed probe: token ids spread over the vocabulary, the same for every release. [NUM_PROBE_TOKENS]"""
     return [(17 + 7919 * position) % vocab_size for position in range(NUM_PROBE_TOKENS)]
+
+
+def weight_kind(content: Path) -> WeightKind:
+    """What the bytes of a content directory are."""
+    return WeightKind.LORA if (content / "adapter_config.json").exists() else WeightKind.FULL
 
 
 class Publication:
@@ -45,6 +54,7 @@ class Publication:
         self._pause_mode = pause_mode
         self._base_content_id = base_content_id
         self._probe = probe
+        self._residency = Residency(engines)
         self._heads: dict[str, Release] = {}
         self._incomplete: str | None = None  # why the engines are not what `restore` makes of them
         self.generation = 0  # how often the engines were replaced
@@ -58,7 +68,7 @@ class Publication:
         if content_id == self._base_content_id:
             return WeightLoad(runtime_load_id=runtime_load_id, content_id=content_id, kind=WeightKind.FULL, path=None)
         path = self._contents.path(content_id)
-        kind = WeightKind.LORA if (path / "adapter_config.json").exists() else WeightKind.FULL
+        kind = weight_kind(path)
         return WeightLoad(runtime_load_id=runtime_load_id, content_id=content_id, kind=kind, path=str(path))
 
     # ------------------------------------------------------------------ candidates
@@ -72,7 +82,7 @@ class Publication:
         self._require_complete()
         load = self.load_of(candidate.runtime_load_id, candidate.content_id)
         with crossing(Point.STAGE):
-            self._engines.stage(load)
+            self._residency.stage(load, self._current().values(), pin=True)
         if not self._engines.stages(load):
             return
         with crossing(Point.PROBE):
@@ -88,11 +98,15 @@ class Publication:
         verify_effect(candidate, served, incumbent, self._engines.probe_tolerance)
 
     def pause(self) -> None:
-        """The barrier. Raises BarrierError."""
+        """The barrier; that it is wanted is noted first. Raises BarrierError: then the engines are retired."""
         self._require_complete()
         self._paused_at = time.monotonic()
         with crossing(Point.PAUSE):
-            self._engines.pause(self._pause_mode)
+            try:
+                self._engines.pause(self._pause_mode)
+            except (BarrierError, WorkerDied) as error:
+                self._incomplete = f"recoverable: the engines are to be replaced, the pause barrier failed: {error}"
+                raise BarrierError(f"the pause barrier failed: {error}") from error
 
     def switch(self, candidate: Candidate) -> None:
         """Point the lane at the staged candidate while paused; verify it on every engine. Raises VerificationError."""
@@ -120,11 +134,11 @@ class Publication:
         self._heads[release.scenario] = release
 
     def finish(self, release: Release) -> None:
-        """After `commit_head`: resume, then free what the release replaced."""
+        """After `commit_head`: resume, then retire what the release replaced."""
         self._require_complete()
         self._resume()
-        if (replaced := self._replaced.pop(release.scenario, None)) is not None:
-            self._drop(replaced)
+        replaced = self._replaced.pop(release.scenario, None)
+        self._residency.release(release.runtime_load_id, replaced, self._current().values())
 
     def withdraw(self, candidate: Candidate) -> None:
         """Put the incumbent back if the candidate was switched in, resume if paused, free the candidate."""
@@ -136,7 +150,7 @@ class Publication:
             self._activate(candidate.scenario, head.runtime_load_id)
         if self._paused_at is not None:
             self._resume()
-        self._drop(candidate.runtime_load_id)
+        self._residency.drop(candidate.runtime_load_id)
 
     def _activate(self, lane: str, runtime_load_id: str) -> None:
         self._lanes[lane] = runtime_load_id
@@ -148,15 +162,35 @@ class Publication:
         if self._paused_at is not None:
             self.pause_seconds, self._paused_at = time.monotonic() - self._paused_at, None
 
-    def _drop(self, runtime_load_id: str) -> None:
-        in_use = {BASE_LOAD_ID, *(head.runtime_load_id for head in self._heads.values())}
-        if runtime_load_id in in_use:
+    # ------------------------------------------------------------------ residency
+
+    def require_slot(self, scenario: str, content_id: str | None = None) -> None:
+        """Raises Unavailable unless the other heads, one of this scenario and a candidate all find a slot.
+
+        The slot for candidates is never given to a head: else nobody could publish again. The base needs none.
+        """
+        if content_id == self._base_content_id:
             return
-        try:
-            with crossing(Point.DROP):
-                self._engines.drop(runtime_load_id)
-        except EngineError as error:  # a leak, not a fault: it stays visible in the engine's report
-            log.warning("load %s could not be freed: %s", runtime_load_id, error)
+        slots = self._engines.max_loads
+        base = self._base_content_id
+        others = {
+            name: head.content_id for name, head in self._heads.items() if name != scenario and head.content_id != base
+        }
+        if len(set(others.values())) + 2 > slots:
+            names = ", ".join(sorted(others)[:5]) + (", ..." if len(others) > 5 else "")
+            raise Unavailable(
+                f"scenario {scenario!r} cannot be published: inference.max-loads ({slots}) leaves room for "
+                f"{slots - 1} scenarios with weights of their own, and {len(others)} others have them ({names}); "
+                "raise it, or roll one of them back to its release 0",
+                retry_after=30.0,
+            )
+
+    def residency(self) -> dict[str, Any]:
+        """What the engines hold besides the base load, for people."""
+        return self._residency.status(self._current())
+
+    def _current(self) -> dict[str, str]:
+        return {name: head.runtime_load_id for name, head in self._heads.items()}
 
     # ------------------------------------------------------------------ committed heads
 
@@ -177,14 +211,27 @@ class Publication:
     def _restore(self, heads: Sequence[Release]) -> None:
         self._paused_at = time.monotonic()
         self._lanes, self._replaced = {}, {}
+        self._residency.clear()
         self._engines.pause(PauseMode.IN_PLACE)
         for head in heads:
-            self._engines.stage(self.load_of(head.runtime_load_id, head.content_id))
+            self._residency.stage(self.load_of(head.runtime_load_id, head.content_id), self._current().values())
             self._activate(head.scenario, head.runtime_load_id)
-        for report in self._engines.reports():
-            wrong = {head.scenario for head in heads if report.lanes.get(head.scenario) != head.runtime_load_id}
+        reports = self._engines.reports()
+        for report in reports:
+            wrong = {head.scenario for head in heads if not _serves(report, head)}
             if wrong:
                 raise VerificationError(f"{report.engine}: lanes {sorted(wrong)} do not serve their committed heads")
+        known = {BASE_LOAD_ID, *self._current().values()}
+        for load in {load for report in reports for load in report.loads} - known:  # of engines that served before
+            self._residency.drop(load)
+
+    def prepare_recovery(self, heads: Sequence[Release]) -> None:
+        """At a start, of the service or the coordinator: `restore`; engines that do not get there are replaced."""
+        try:
+            self.restore(heads, resume=True)
+        except (BarrierError, EngineError, VerificationError, WorkerDied) as error:
+            log.warning("the engines are replaced at once: %s", error)
+            self.rebuild(resume=True)
 
     def rebuild(self, *, resume: bool) -> None:
         """Replace every engine, then restore the committed heads."""
@@ -202,6 +249,13 @@ class Publication:
     def health(self) -> str | None:
         """None when every engine is healthy and holds the committed heads, else the reason."""
         return self._engines.health() or self._incomplete
+
+
+def _serves(report: EngineReport, head: Release) -> bool:
+    return (
+        report.lanes.get(head.scenario) == head.runtime_load_id
+        and report.loads.get(head.runtime_load_id) == head.content_id
+    )
 
 
 def verify_effect(

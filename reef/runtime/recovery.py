@@ -1,19 +1,28 @@
-"""The durable marker, and the budget that bounds how often a dead component is replaced."""
+"""The durable marker; and supervision: what dies is replaced, but not for ever."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event, Thread
 
 import msgspec
 
-from reef.errors import StorageError
+from reef.errors import ReefError, StorageError
 from reef.points import Point, crossing
 from reef.runtime.interfaces import Marker
+
+log = logging.getLogger("reef.recovery")
+
+POLL_SECONDS = 0.5
+CLOSE_SECONDS = 5.0
 
 
 class MarkerFile:
@@ -82,3 +91,71 @@ class RestartBudget:
     def give_back(self) -> None:
         """The replacement that was taken last turned out not to be needed."""
         self._times.pop()
+
+
+@dataclass(slots=True)
+class Watched:
+    """One component. `repair` replaces it, or returns False if that turned out not to be needed."""
+
+    name: str
+    trouble: Callable[[], str | None]  # why it must be replaced; None: it need not
+    repair: Callable[[], bool]
+    budget: RestartBudget = field(default_factory=RestartBudget)
+
+
+class Supervisor:
+    """Watches components on a thread of its own and replaces what is in trouble, each within its budget."""
+
+    def __init__(self, *watched: Watched) -> None:
+        self._watched = watched
+        self._nudged = Event()
+        self._closing = Event()
+        self._thread = Thread(target=self._run, name="supervisor", daemon=True)
+        self.stopped: dict[str, str] = {}  # component -> why it is not replaced any more
+        self.repairing: dict[str, str] = {}  # component -> why it is being replaced
+
+    def start(self) -> None:
+        """Begin to watch; calling it again changes nothing."""
+        if self._thread.ident is None and not self._closing.is_set():
+            self._thread.start()
+
+    def nudge(self) -> None:
+        """Something failed: look at once."""
+        self._nudged.set()
+
+    def close(self) -> None:
+        """Replace nothing any more; a repair that runs is waited for, but not for long."""
+        self._closing.set()
+        self._nudged.set()
+        if self._thread.ident is not None:
+            self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._nudged.wait(POLL_SECONDS)
+            self._nudged.clear()
+            for one in self._watched:
+                if one.name not in self.stopped and not self._closing.is_set() and (reason := one.trouble()):
+                    self._replace(one, reason)
+
+    def _replace(self, one: Watched, reason: str) -> None:
+        delay = one.budget.take()
+        if delay is None:
+            self.stopped[one.name] = f"the {one.name} died too often to be replaced again; last reason: {reason}"
+            log.error(self.stopped[one.name])
+            return
+        self.repairing[one.name] = f"the {one.name} is being replaced: {reason}"
+        log.warning("%s (in %.0f s)", self.repairing[one.name], delay)
+        try:
+            if self._closing.wait(delay):
+                return
+            if one.repair():
+                log.warning("the %s was replaced", one.name)
+            else:
+                one.budget.give_back()
+        except ReefError as error:
+            log.warning("replacing the %s failed: %s", one.name, error)
+        except Exception:  # the supervisor must outlive any failed repair: it tries again within its budget
+            log.exception("replacing the %s failed", one.name)
+        finally:
+            del self.repairing[one.name]

@@ -52,6 +52,9 @@ from reef.runtime.recovery import MarkerFile
 
 log = logging.getLogger("reef.scheduler")
 
+FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 120.0
+"""Seconds that a scenario waits after its step failed: doubled each time, up to the second."""
+
 SETTLED = (MarkerState.COMPLETE, MarkerState.REJECTED)
 
 
@@ -88,7 +91,7 @@ class TrainingCoordinator:
     def begin(self, job: TrainJob) -> Candidate | None:
         """RUNNING, unless this job is a candidate already: then that, staged.
 
-        Raises Unavailable while another job is in flight.
+        Raises Unavailable while another job is in flight, or where the engines have no slot for its candidate.
         """
         if self._trainer is None:
             raise TrainingError("this deployment has no trainer (training.backend is none)")
@@ -97,6 +100,7 @@ class TrainingCoordinator:
             self._publication.stage(found.candidate)
             return found.candidate
         self._require_idle(found, job.job_id)
+        self._publication.require_slot(job.scenario)
         self._marker.write(Marker(job_id=job.job_id, scenario=job.scenario, state=MarkerState.RUNNING, updated_at=0.0))
         return None
 
@@ -147,6 +151,7 @@ class TrainingCoordinator:
     def adopt(self, candidate: Candidate) -> Candidate:
         """Begin at CHECKPOINT with bytes that exist already."""
         self._require_idle(self._marker.read(), candidate.job_id)
+        self._publication.require_slot(candidate.scenario, candidate.content_id)
         self._marker.write(
             Marker(
                 job_id=candidate.job_id,
@@ -177,10 +182,7 @@ class TrainingCoordinator:
             # Durable before the pause: a marker that cannot be written must not leave anything paused.
             marker.state = MarkerState.UPDATING_WEIGHTS
             self._marker.write(marker)
-            try:
-                self._publication.pause()
-            except (BarrierError, WorkerDied) as error:
-                raise BarrierError(f"the pause barrier failed: {error}") from error
+            self._publication.pause()
         self._publication.switch(candidate)
         marker.state = MarkerState.READY_TO_COMMIT
         self._marker.write(marker)
@@ -247,9 +249,9 @@ class TrainingCoordinator:
             self._publication.rebuild(resume=True)
 
     def recover(self, heads: Sequence[Release], committed: bool) -> Candidate | None:
-        """Fresh engines get the committed heads; the marker is settled, or its candidate handed back to go on with."""
+        """Engines get the committed heads; the marker is settled, or its candidate handed back to go on with."""
         marker = self._marker.read()
-        self._publication.restore(heads, resume=True)
+        self._publication.prepare_recovery(heads)
         if marker is None or marker.state in SETTLED:
             return None
         if marker.scenario not in {head.scenario for head in heads}:
@@ -270,7 +272,7 @@ class TrainingCoordinator:
         if marker.state is MarkerState.REJECTING or marker.candidate is None:
             self._settle(marker, MarkerState.REJECTED, marker.error)
             return None
-        # The engines are new, so whatever the interrupted publication did to the old ones is gone.
+        # The engines have the heads, so whatever the interrupted publication did to them is gone.
         marker.state = MarkerState.CHECKPOINT
         self._marker.write(marker)
         try:
@@ -327,7 +329,8 @@ class RuntimeScheduler:
     """Runs one scenario's learning: waits until a step is due, takes its turn, and lets the scenario learn.
 
     `due` ingests what is new and says whether a step is ready; `learn` does one step. `turn` is shared by all scenarios
-    of a deployment; it is fair, so the scenario that became ready first goes first.
+    of a deployment; it is fair, so the scenario that became ready first goes first. One whose step fails waits longer
+    and longer, without the turn.
     """
 
     def __init__(
@@ -361,7 +364,7 @@ class RuntimeScheduler:
             self._task = None
 
     async def _run(self) -> None:
-        backoff = 1.0
+        failures = 0
         while True:
             try:
                 if await self._due():
@@ -369,7 +372,7 @@ class RuntimeScheduler:
                         await self._learn()
                 else:
                     await self._sleep(self._poll_seconds)
-                self.error, backoff = None, 1.0
+                self.error, failures = None, 0
             except asyncio.CancelledError:
                 raise
             except Exception as error:
@@ -377,8 +380,8 @@ class RuntimeScheduler:
                 self.error = f"{type(error).__name__}: {error}"
                 level = logging.WARNING if isinstance(error, ReefError) else logging.ERROR
                 log.log(level, "scenario %s: %s", self._name, self.error, exc_info=not isinstance(error, ReefError))
-                await asyncio.sleep(backoff)
-                backoff = min(backoff * 2, 30.0)
+                await asyncio.sleep(min(FIRST_BACKOFF * 2**failures, LONGEST_BACKOFF))
+                failures += 1
 
     async def _sleep(self, seconds: float) -> None:
         # Not wait_for: in Python 3.11 it swallows a cancellation that meets the wake-up.

@@ -5,7 +5,8 @@ one job, and what is half done must be ended before anybody else begins. It ends
 
 - a release: published, committed, acknowledged. After the commit nothing can reject it.
 - a rejection: the step's own fault or the evaluation's verdict. Its records are consumed.
-- given back: the machinery failed too often. Nothing is consumed; the records train later.
+- given back: the machinery failed too often. Nothing is consumed; the records train later, and until something went
+  well again the scenario has one attempt a turn, so that it holds nobody up.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from reef.runtime.interfaces import (
     INCARNATION,
     Batch,
     Candidate,
-    CandidateSampler,
+    CandidateBackend,
     Commit,
     CommitKind,
     Consumption,
@@ -40,7 +41,6 @@ from reef.runtime.interfaces import (
     ScenarioState,
     StepSignal,
     Storage,
-    TrainingRuntime,
     TrainJob,
     WeightKind,
 )
@@ -59,10 +59,9 @@ class Services:
 
     storage: Storage
     contents: ContentStore
-    runtime: TrainingRuntime
+    candidates: CandidateBackend
     recipe: Recipe
     evaluator: Evaluator
-    sampler: Callable[[Candidate, Release], CandidateSampler]
     turn: asyncio.Lock
     scratch: Path  # trainers write candidates below it
     base_content_id: str
@@ -83,6 +82,7 @@ class Flight:
     decision: Decision | None = None
     commit: Commit | None = None  # built once, so that repeating it is harmless
     attempts: int = 0
+    impatient: bool = False  # given back after one attempt: its scenario was given back before
     give_back: bool = False
 
     @property
@@ -113,6 +113,7 @@ class Steps:
         self.in_flight = False
         self.outcome = ""
         self.trouble: str | None = None  # why the flight has to try again
+        self._gave_back = False  # the latest batch
         self._services = services
 
     # ------------------------------------------------------------------ beginnings
@@ -135,7 +136,7 @@ class Steps:
             consumed=batch.consumed,
             algorithm_state=algorithm_state,
         )
-        return Flight(await self._next_load_id(), job=job, batch=batch)
+        return Flight(await self._next_load_id(), job=job, batch=batch, impatient=self._gave_back)
 
     @staticmethod
     def recovered(candidate: Candidate) -> Flight:
@@ -182,6 +183,8 @@ class Steps:
                 await asyncio.sleep(min(0.5 * 2**flight.attempts, LONGEST_WAIT))
         finally:
             self.in_flight, self.trouble = False, None
+        if flight.batch is not None:
+            self._gave_back = flight.give_back
         if flight.give_back:
             assert flight.decision is not None
             raise Unavailable(flight.decision.reason)
@@ -213,25 +216,25 @@ class Steps:
         self.trouble = reason
         log.warning("scenario %s: %s, attempt %d: %s", self.name, flight.job_id, flight.attempts, reason)
         rejected = flight.decision is not None and not flight.decision.selected
-        if flight.attempts >= ATTEMPTS and not rejected:
+        if flight.attempts >= (1 if flight.impatient else ATTEMPTS) and not rejected:
             flight.give_back = True
             flight.decision = Decision(False, f"given up after {flight.attempts} attempts, last: {reason}")
 
     async def _advance(self, flight: Flight) -> None:
-        runtime = self._services.runtime
+        candidates = self._services.candidates
         if flight.decision is None or flight.decision.selected:
             if flight.candidate is None:
                 assert flight.job is not None
-                flight.candidate = await runtime.train(flight.job, flight.runtime_load_id)
+                flight.candidate = await candidates.train(flight.job, flight.runtime_load_id)
             if not flight.adopted:
-                await runtime.adopt(flight.candidate)
+                await candidates.adopt(flight.candidate)
                 flight.adopted = True
             if flight.decision is None:
                 await self._judge(flight, flight.candidate)
         assert flight.decision is not None
         if flight.decision.selected:
             assert flight.candidate is not None
-            await runtime.publish(flight.candidate)
+            await candidates.publish(flight.candidate)
             await self._release(flight, flight.candidate)
         else:
             await self._write_off(flight, flight.decision.reason)
@@ -240,7 +243,9 @@ class Steps:
         """Evaluation decides. Whatever it raises rejects (fail closed), unless the engine or the store failed."""
         evaluator = self._services.evaluator
         try:
-            flight.evaluation = await evaluator.evaluate(candidate, self._services.sampler(candidate, self.head))
+            flight.evaluation = await evaluator.evaluate(
+                candidate, self._services.candidates.sampler(candidate, self.head)
+            )
             flight.decision = evaluator.decide(candidate, flight.evaluation)
         except ReefError:
             raise
@@ -269,9 +274,9 @@ class Steps:
                 metrics={**candidate.metrics, "evaluation": flight.evaluation.scores},
             )
         stored = await self._services.storage.commit(flight.commit)
-        await self._committed(stored, flight.decision.reason)
+        await self._committed(candidate, stored, flight.decision.reason)
 
-    async def _committed(self, stored: Commit, reason: str) -> None:
+    async def _committed(self, candidate: Candidate, stored: Commit, reason: str) -> None:
         """The store has moved the head. From here on nothing may fail, only be repeated."""
         assert stored.release is not None and stored.job_id is not None
         self.head, self.step = stored.release, stored.step
@@ -280,7 +285,7 @@ class Steps:
         log.info("scenario %s: published release %d (%s): %s", self.name, self.head.number, self.head.kind, reason)
         for attempt in range(ATTEMPTS):
             try:
-                await self._services.runtime.acknowledge(stored.job_id, self.head)
+                await self._services.candidates.commit(candidate, self.head)
                 break
             except ReefError as error:
                 self.trouble = f"committed, but not resumed yet: {error}"
@@ -300,9 +305,10 @@ class Steps:
             stored = await storage.commit_by_job(flight.job_id)
             if stored is not None and stored.release is not None:  # the store had taken it after all
                 flight.decision, flight.give_back = Decision(True, "committed"), False
-                await self._committed(stored, "committed at the last attempt")
+                assert flight.candidate is not None
+                await self._committed(flight.candidate, stored, "committed at the last attempt")
                 return
-        await self._services.runtime.reject(flight.job_id, reason)
+        await self._services.candidates.reject(flight.job_id, reason)
         if flight.give_back:
             self.outcome = reason
             return

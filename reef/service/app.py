@@ -21,8 +21,8 @@ from reef.errors import ConfigError, ReefError
 from reef.service import failures, logs, routes_health, routes_inference, routes_learning, routes_scenarios
 from reef.service.auth import Authentication
 from reef.service.config import ReefConfig, ServiceConfig
+from reef.service.deployment import Deployment, build
 from reef.service.gateway import Gateway
-from reef.service.runtime import Deployment, build
 
 ABORT_SECONDS = 5.0
 """Seconds beyond the grace after which connections are dropped whose clients do not read or whose calls still run."""

@@ -15,7 +15,7 @@ from reef.inference.chat.service import ChatStream
 from reef.runtime.interfaces import Ending
 from reef.scenario.scenario import Scenario
 from reef.service.config import ServiceConfig
-from reef.service.runtime import Deployment
+from reef.service.deployment import Deployment
 
 CUT_SECONDS = 2.0
 """How long a cut exchange may take to be recorded; one that waits for a client that does not read is cancelled then."""
@@ -53,9 +53,10 @@ class Gateway:
         return (["shutting down"] if self._closing else []) + await self.deployment.health()
 
     def admit(self) -> None:
-        """Raises Unavailable once shutdown has begun."""
+        """Raises Unavailable once shutdown has begun, and while the engines cannot serve."""
         if self._closing:
             raise Unavailable("shutting down", retry_after=5.0)
+        self.deployment.admit()
 
     @asynccontextmanager
     async def claim(self, scenario: str, record_id: str) -> AsyncIterator[None]:

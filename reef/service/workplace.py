@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from reef.inference.local.config import LocalConfig
-from reef.runtime.deployment import ExecutionConfig
+from reef.records.lock import DirectoryLock
+from reef.runtime.config import ExecutionConfig
+from reef.runtime.coordinator import Resources
 from reef.runtime.executor import executor_class, make_executor, resolve_kind
 from reef.runtime.executor.placement import Component, plan
 from reef.runtime.interfaces import Executor
@@ -23,23 +25,38 @@ log = logging.getLogger("reef.service")
 ENGINE, TRAINER = "engine", "trainer"
 
 
-class Workplace:
+class Workplace(Resources):
     """Executors may be made from `open` to `close`, for the components `engine` and `trainer`."""
 
     def __init__(
-        self, execution: ExecutionConfig, inference: LocalConfig, training: NoTraining | TorchConfig, logs: Path
+        self, execution: ExecutionConfig, inference: LocalConfig, training: NoTraining | TorchConfig, data: Path
     ) -> None:
         self._execution = execution
         self._inference = inference
         self._training = training
-        self._logs = logs
+        self._logs = data / "logs"
+        self._lock = DirectoryLock(data, "coordinator.lock")
         self._kind = resolve_kind(execution.executor, execution.ray_address)
         self._options: dict[str, Any] = {}  # of the executor's class
         self._opened = ExitStack()
 
+    @property
+    def data_plane_host(self) -> str:
+        """Where engines listen: "" is a Unix socket, "node" whatever address their node has."""
+        kind = self._execution.data_plane
+        if kind == "auto":
+            elsewhere = self._kind == "ray" and bool(ray_address(self._execution))
+            kind = "tcp" if elsewhere or self._execution.runtime == "coordinator_training" else "unix"
+        return "node" if kind == "tcp" else ""
+
     def open(self) -> None:
-        """Find the executor's class; with `ray`, connect and reserve. Blocks. Raises ReefError."""
+        """Find the executor's class; with `ray`, connect and reserve. Blocks. Raises ReefError.
+
+        A data directory has one coordinator at a time: its marker describes one set of engines.
+        """
         executor_class(self._kind)
+        self._lock.acquire()
+        self._opened.callback(self._lock.release)
         if self._kind == "ray":
             self._open_ray()
 
@@ -62,9 +79,8 @@ class Workplace:
     def _open_ray(self) -> None:
         from reef.runtime.executor.ray_cluster import RayCluster, RayReservation
 
-        execution = self._execution
-        address = execution.ray_address or os.environ.get("RAY_ADDRESS", "")
-        needed = math.ceil(sum(one.workers * one.cpus for one in self._components(0)))
+        execution, address = self._execution, ray_address(self._execution)
+        needed = cpus_needed(execution, self._inference, self._training)
         with ExitStack() as opened:
             cluster = RayCluster(address, num_cpus=needed)
             cluster.open()
@@ -78,23 +94,38 @@ class Workplace:
             reservation.open()
             opened.callback(reservation.close)
             self._options = {"reservation": reservation}
-            self._opened = opened.pop_all()
+            self._opened.push(opened.pop_all())
         where = f"the cluster at {address}" if address else "a local cluster of its own"
         log.info("workers run on Ray, on %s%s", where, ", on shared devices" if shared else "")
 
     def _components(self, devices: int) -> list[Component]:
         """What runs, on a cluster with so many devices."""
-        cpus = self._execution.cpus_per_worker
-        engines = Component(
-            name=ENGINE,
-            workers=self._inference.engines,
-            cpus=cpus,
-            gpus=_gpus(self._inference.device, devices),
-            here=True,  # the data plane is a Unix socket
-        )
-        if isinstance(self._training, NoTraining):
-            return [engines]
-        return [engines, Component(name=TRAINER, workers=1, cpus=cpus, gpus=_gpus(self._training.device, devices))]
+        here = not self.data_plane_host  # a Unix socket is reached on its machine only
+        return _components(self._execution, self._inference, self._training, devices, here)
+
+
+def ray_address(execution: ExecutionConfig) -> str:
+    """Of the cluster to join; empty: a local one."""
+    return execution.ray_address or os.environ.get("RAY_ADDRESS", "")
+
+
+def cpus_needed(
+    execution: ExecutionConfig, inference: LocalConfig, training: NoTraining | TorchConfig, *more: Component
+) -> int:
+    """How many a local Ray must have."""
+    components = [*_components(execution, inference, training, 0, True), *more]
+    return math.ceil(sum(one.workers * one.cpus for one in components))
+
+
+def _components(
+    execution: ExecutionConfig, inference: LocalConfig, training: NoTraining | TorchConfig, devices: int, here: bool
+) -> list[Component]:
+    cpus = execution.cpus_per_worker
+    gpus = _gpus(inference.resolved_device, devices)
+    engines = Component(name=ENGINE, workers=inference.engines, cpus=cpus, gpus=gpus, here=here)
+    if isinstance(training, NoTraining):
+        return [engines]
+    return [engines, Component(name=TRAINER, workers=1, cpus=cpus, gpus=_gpus(training.device, devices))]
 
 
 def _gpus(device: str, devices: int) -> float:

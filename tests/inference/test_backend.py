@@ -61,7 +61,7 @@ def pair(tiny_model):
 
 @contextlib.asynccontextmanager
 async def client(backend):
-    handler = LocalHandler(backend.socket_paths)
+    handler = LocalHandler(backend.endpoints)
     await handler.connect()
     yield handler
     await handler.close()
@@ -134,7 +134,7 @@ def test_a_killed_engine_cuts_its_streams_and_a_restart_serves_again(pair):
 
     async def body():
         async with client(backend) as handler:
-            paths = backend.socket_paths()
+            paths = backend.endpoints()
             readers = [Reader() for _ in range(4)]
             tasks = [asyncio.ensure_future(r.read(handler, ask(n, max_tokens=400))) for n, r in enumerate(readers)]
             await asyncio.gather(*(reader.has(3) for reader in readers))
@@ -152,7 +152,7 @@ def test_a_killed_engine_cuts_its_streams_and_a_restart_serves_again(pair):
                 await control(backend.pause, PauseMode.RETRACT)
             old = recorder.pids
             await control(backend.restart)
-            assert backend.socket_paths() == paths and not set(old) & set(recorder.pids)
+            assert backend.endpoints() == paths and not set(old) & set(recorder.pids)
             with pytest.raises(Unavailable):
                 await anext(handler.generate(ask()))
             await handler.connect()
@@ -185,9 +185,9 @@ def test_a_start_can_be_called_off(tiny_model):
 
 def test_the_sockets_are_private(pair):
     backend, _ = pair
-    directory = Path(backend.socket_paths()[0]).parent
+    directory = Path(backend.endpoints()[0]).parent
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    assert len(backend.socket_paths()[0]) < 100
+    assert len(backend.endpoints()[0]) < 100
 
 
 OWNER = """
@@ -199,7 +199,7 @@ from reef.inference.local.backend import LocalBackend
 recorder = Recorder()
 backend = LocalBackend(tiny_config(Path(sys.argv[1])), recorder)
 backend.start()
-print(recorder.pids[0], backend.socket_paths()[0], flush=True)
+print(recorder.pids[0], backend.endpoints()[0], flush=True)
 time.sleep(60)
 """
 
@@ -244,8 +244,8 @@ class FakeEngineWorker:
     faults: ClassVar[tuple[dict[str, str], ...]] = ()
     calls: ClassVar[list[str]] = []
 
-    def __init__(self, *, name, **_):
-        self.name = name
+    def __init__(self, *, name, listen, **_):
+        self.name, self.listen = name, listen
         self.mine = dict(FakeEngineWorker.faults[int(name[-1])])
 
     def __getattr__(self, method):
@@ -269,7 +269,7 @@ class FakeEngineWorker:
             return EngineReport(
                 engine=self.name, lanes={}, loads={}, paused=False, free_pages=0, total_pages=0, running=0, waiting=0
             )
-        return {"health": self.mine.get("sick"), "dtype": "float32"}.get(method)
+        return {"health": self.mine.get("sick"), "dtype": "float32", "endpoint": self.listen}.get(method)
 
 
 @pytest.fixture
@@ -283,7 +283,7 @@ def faulty(tmp_path):
         def factory(_, kwargs_per_rank):
             return make_executor("uni", "tests.inference.test_backend:FakeEngineWorker", kwargs_per_rank)
 
-        backend = LocalBackend(tiny_config(tmp_path, engines=len(faults)), factory, **settings)
+        backend = LocalBackend(tiny_config(tmp_path, engines=len(faults), **settings), factory)
         backend.start()
         started.append(backend)
         return backend
@@ -366,7 +366,7 @@ def test_health_never_blocks_and_tells_what_the_engine_says(faulty):
 def test_before_the_start_and_after_the_end(faulty):
     backend = faulty({})
     backend.close()
-    assert backend.health() == "the engines are not started" and backend.socket_paths() == []
+    assert backend.health() == "the engines are not started" and backend.endpoints() == []
     with pytest.raises(EngineError, match="not started"):
         backend.reports()
     backend.close()

@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from reef.errors import InvalidRequest, Unavailable
+from reef.errors import InvalidRequest, Unavailable, VerificationError
 from reef.inference.local.client import LocalHandler
 from reef.inference.local.protocol import VERSION, Abort, Add, Chunks, Hello, Rejected, encode, engine_reader
 from reef.runtime.interfaces import Ending, GenerateRequest, SamplingParams, TokenChunk
@@ -270,7 +270,7 @@ def test_connect_waits_for_an_engine_that_is_starting(path):
 def test_another_protocol_version_is_refused(path):
     async def body():
         async with FakeEngine(path, version=VERSION + 1):
-            with pytest.raises(Unavailable, match=f"speaks protocol {VERSION + 1}"):
+            with pytest.raises(VerificationError, match=f"speaks protocol {VERSION + 1}"):
                 await LocalHandler(lambda: [path]).connect()
 
     run(body())

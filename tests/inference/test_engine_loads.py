@@ -167,6 +167,45 @@ def test_drop(tiny_model, weights):
     assert tested.report().free_pages == tested.report().total_pages
 
 
+def test_the_same_bytes_under_another_id_are_read_once_and_share_a_slot_but_no_cache(tiny_model, weights, tmp_path):
+    tested = engine(tiny_model, max_loads=2)
+    for load_id in ("engine:1", "engine:5"):
+        tested.stage(load_of(load_id, weights))
+    first = run(tested, [request("a", PROMPT, load="engine:1"), request("b", PROMPT, load="engine:5")])
+    for alias, load_id in (("engine:11", "engine:1"), ("engine:15", "engine:5")):
+        load = load_of(load_id, {load_id: tmp_path / "is not there"})
+        tested.stage(WeightLoad(runtime_load_id=alias, content_id=load.content_id, kind=load.kind, path=load.path))
+    tested.drop("engine:1")
+    again = run(tested, [request("a", PROMPT, load="engine:11"), request("b", PROMPT, load="engine:15")])
+    for name, answer in again.items():
+        assert answer.token_ids == first[name].token_ids and answer.cached_tokens == 0
+    with pytest.raises(EngineError, match=r"max-loads \(2\)"):
+        tested.stage(load_of("engine:2", weights))
+    tested.drop("engine:11")
+    tested.stage(load_of("engine:2", weights))
+
+
+def test_what_a_request_decodes_with_is_not_evicted(tiny_model, weights):
+    tested = staged(tiny_model, weights)
+    tested.add(request("pinned", PROMPT, load="engine:1"))
+    tested.step()
+    assert tested.evict("engine:1") is False and "engine:1" in tested.report().loads
+    assert run(tested)["pinned"].ending is Ending.LENGTH
+    assert tested.evict("engine:1") is True and "engine:1" not in tested.report().loads
+
+
+def test_what_cannot_be_freed_is_reported_as_leaked(tiny_model, weights, monkeypatch):
+    tested = staged(tiny_model, weights)
+    with monkeypatch.context() as broken:
+        broken.setattr(tested._loads, "drop", lambda load_id: 1 / 0)
+        with pytest.raises(EngineError, match="could not be freed: division by zero"):
+            tested.drop("engine:1")
+    assert tested.report().leaked == {"engine:1": "ZeroDivisionError: division by zero"}
+    assert "engine:1" in tested.report().loads
+    tested.drop("engine:1")
+    assert not tested.report().leaked and "engine:1" not in tested.report().loads
+
+
 def corrupt_config(directory: Path, **changes: Any) -> None:
     config = json.loads((directory / "adapter_config.json").read_text())
     (directory / "adapter_config.json").write_text(json.dumps({**config, **changes}))

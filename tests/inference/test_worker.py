@@ -33,7 +33,7 @@ BOTH = pytest.mark.parametrize("mode", list(PauseMode))
 @pytest.fixture(scope="module")
 def shared(tiny_model):
     directory = tempfile.mkdtemp(prefix="reef-test-")
-    worker = EngineWorker(config=tiny_config(tiny_model), name="engine-0", socket_path=f"{directory}/engine-0")
+    worker = EngineWorker(config=tiny_config(tiny_model), name="engine-0", listen=f"{directory}/engine-0")
     yield worker, f"{directory}/engine-0"
     worker.close()
     shutil.rmtree(directory)
@@ -56,7 +56,7 @@ def path(shared, worker):
 def fresh(tiny_model):
     """Returns worker and socket path of an engine that the test may break."""
     directory = tempfile.mkdtemp(prefix="reef-test-")
-    worker = EngineWorker(config=tiny_config(tiny_model), name="engine-0", socket_path=f"{directory}/engine-0")
+    worker = EngineWorker(config=tiny_config(tiny_model), name="engine-0", listen=f"{directory}/engine-0")
     yield worker, f"{directory}/engine-0"
     worker.close()
     shutil.rmtree(directory)
@@ -404,9 +404,9 @@ def test_garbage_closes_only_its_own_connection(path):
 
 def test_construction(tiny_model, tmp_path):
     with pytest.raises(ValueError, match="at most 100 bytes"):
-        EngineWorker(config=tiny_config(tiny_model), name="e", socket_path="/" + "x" * 100)
+        EngineWorker(config=tiny_config(tiny_model), name="e", listen="/" + "x" * 100)
     with pytest.raises(Exception, match="nowhere"):
-        EngineWorker(config=tiny_config(tmp_path / "nowhere"), name="e", socket_path=str(tmp_path / "s"))
+        EngineWorker(config=tiny_config(tmp_path / "nowhere"), name="e", listen=str(tmp_path / "s"))
     assert not os.path.exists(tmp_path / "s")
 
 
@@ -415,7 +415,7 @@ def test_a_paused_engine_takes_over_a_dead_ones_socket(tiny_model):
     path = f"{directory}/engine-0"
     with open(path, "w"):
         pass
-    worker = EngineWorker(config=tiny_config(tiny_model), name="engine-0", socket_path=path, paused=True)
+    worker = EngineWorker(config=tiny_config(tiny_model), name="engine-0", listen=path, paused=True)
     assert worker.report().paused
 
     async def body():

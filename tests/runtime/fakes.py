@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from reef.artifact.content import DirectoryContentStore
 from reef.errors import EngineError
+from reef.runtime.coordinator import DeploymentPlan, Resources
 from reef.runtime.interfaces import (
     BASE_LOAD_ID,
     EngineReport,
+    GenerateRequest,
     InferenceBackend,
+    InferenceHandler,
     PauseMode,
+    TokenChunk,
     TrainingBackend,
     TrainJob,
     TrainResult,
+    TransferSession,
     WeightKind,
     WeightLoad,
 )
@@ -52,8 +60,10 @@ def scores_of(text: str, num_tokens: int) -> list[float]:
 class FakeEngines(InferenceBackend):
     """Two replicas that share one state; the second scores like the base for texts in `unapplied`."""
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, faults: Faults, slots: int = 8) -> None:
         self.faults = faults
+        self.slots = slots
+        self.in_use: set[str] = set()  # loads that a request decodes with
         self.unapplied: set[str] = set()
         self.served: list[tuple[str, str]] = []  # (lane, runtime load ID) whenever something could be generated
         self._fresh()
@@ -63,9 +73,17 @@ class FakeEngines(InferenceBackend):
         self.texts = {BASE_LOAD_ID: "base"}
         self.lanes: dict[str, str] = {}
         self.paused = False
+        self.trouble: str | None = None  # what health says
 
     def start(self) -> None:
+        self.faults.hit("start engines")
         self._fresh()
+
+    def endpoints(self) -> list[str]:
+        return ["engine-0", "engine-1"]
+
+    def attach(self, session: TransferSession) -> None:
+        self.faults.hit("attach engines")
 
     def pause(self, mode: PauseMode) -> None:
         self.faults.hit("pause")
@@ -81,6 +99,8 @@ class FakeEngines(InferenceBackend):
 
     def stage(self, load: WeightLoad) -> None:
         self.faults.hit("stage")
+        if len({*self.loads.values(), load.content_id} - {"base"}) > self.slots:
+            raise EngineError(f"no slot for {load.runtime_load_id}")
         self.loads[load.runtime_load_id] = load.content_id
         self.texts[load.runtime_load_id] = text_of(load.path)
 
@@ -96,6 +116,17 @@ class FakeEngines(InferenceBackend):
         assert runtime_load_id not in self.lanes.values(), "drop of a load that serves"
         assert runtime_load_id != BASE_LOAD_ID
         self.loads.pop(runtime_load_id, None)
+
+    def evict(self, runtime_load_id: str) -> bool:
+        self.faults.hit("evict")
+        if runtime_load_id in self.in_use:
+            return False
+        self.drop(runtime_load_id)
+        return True
+
+    @property
+    def max_loads(self) -> int:
+        return self.slots
 
     def score(self, runtime_load_id: str, token_ids: list[int]) -> list[list[float]]:
         text = self.texts[runtime_load_id]
@@ -125,9 +156,10 @@ class FakeEngines(InferenceBackend):
         self.paused = True
 
     def health(self) -> str | None:
-        return None
+        return self.trouble
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.faults.hit("close engines")
 
     @property
     def probe_tolerance(self) -> float:
@@ -142,8 +174,14 @@ class FakeTrainer(TrainingBackend):
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
         self.trained: list[str] = []
+        self.trouble: str | None = None  # what health says
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        self.faults.hit("start trainer")
+        self.trouble = None
+
+    def attach(self, session: TransferSession) -> None:
+        self.faults.hit("attach trainer")
 
     def train(self, job: TrainJob) -> TrainResult:
         self.faults.hit("train")
@@ -162,9 +200,10 @@ class FakeTrainer(TrainingBackend):
         )
 
     def health(self) -> str | None:
-        return None
+        return self.trouble
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.faults.hit("close trainer")
 
     @property
     def weight_kind(self) -> WeightKind:
@@ -173,3 +212,54 @@ class FakeTrainer(TrainingBackend):
     @property
     def immutable_candidates(self) -> bool:
         return self.immutable
+
+
+class FakeResources(Resources):
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+
+    def open(self) -> None:
+        self.faults.hit("open resources")
+
+    def close(self) -> None:
+        self.faults.hit("close resources")
+
+
+class IdleHandler(InferenceHandler):
+    """Nobody generates in these tests."""
+
+    def __init__(self, endpoints: Callable[[], Sequence[str]] = list) -> None:
+        self.endpoints = endpoints
+        self.connected: list[list[str]] = []
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], endpoints: Callable[[], Sequence[str]]) -> IdleHandler:
+        return cls(endpoints)
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        raise AssertionError("nothing should be generated")
+
+    async def connect(self) -> None:
+        self.connected.append(list(self.endpoints()))
+
+    async def close(self) -> None: ...
+
+    @property
+    def max_context(self) -> int:
+        return 64
+
+
+def plan_of(
+    path: Path, engines: FakeEngines, trainer: FakeTrainer | None, pause_mode: PauseMode = PauseMode.IN_PLACE
+) -> DeploymentPlan:
+    """A deployment of fakes on the real contents and marker below `path`."""
+    return DeploymentPlan(
+        resources=FakeResources(engines.faults),
+        inference=engines,
+        training=trainer,
+        directory=path,
+        contents=DirectoryContentStore(path / "artifacts"),
+        base_content_id="base",
+        pause_mode=pause_mode,
+        probe_ids=list(range(8)),
+    )

@@ -103,7 +103,7 @@ def test_a_step_goes_through_the_gate_in_order(world):
     assert world.state() is MarkerState.COMPLETE and not world.engines.paused
     assert world.engines.lanes["s"] == "engine:1"
     world.step("j2", "engine:2")
-    assert "engine:1" not in world.engines.loads, "a replaced load must be freed"
+    assert world.engines.lanes["s"] == "engine:2" and not world.engines.paused
 
 
 def test_nothing_uncommitted_is_ever_served(world):
@@ -129,7 +129,9 @@ def test_a_failed_barrier_retires_the_engines_and_the_retry_publishes_in_full(wo
     with pytest.raises(BarrierError):
         world.coordinator.publish(candidate)
     assert world.state() is MarkerState.UPDATING_WEIGHTS
+    assert "recoverable" in (world.publication.health() or "") and "flush refused" in world.publication.health()
     world.coordinator.publish(candidate)
+    assert world.publication.health() is None
     assert "restart" in world.faults.calls and world.state() is MarkerState.READY_TO_COMMIT
     world.coordinator.acknowledge("j1", world.commit(candidate))
     assert world.engines.lanes["s"] == "engine:1" and not world.engines.paused
@@ -238,6 +240,17 @@ def test_engines_replaced_behind_the_gate_stay_paused_until_the_commit_decides(w
     assert world.engines.paused and world.engines.lanes["s"] == BASE_LOAD_ID
     world.coordinator.acknowledge("j1", world.commit(candidate))
     assert world.engines.lanes["s"] == "engine:1" and not world.engines.paused
+
+
+def test_engines_that_will_not_pause_at_startup_are_replaced_at_once(world):
+    world.step("j1", "engine:1")
+    candidate = world.coordinator.train(world.job("j2"), "engine:2")
+    world.boot()
+    world.faults.plant("pause", BarrierError("an old engine"))
+    assert world.recover() == candidate
+    assert world.faults.calls.count("restart") == 1 and world.publication.health() is None
+    assert world.engines.lanes["s"] == "engine:1" and not world.engines.paused
+    assert world.state() is MarkerState.CHECKPOINT and "engine:2" in world.engines.loads
 
 
 def test_engines_replaced_during_evaluation_hold_the_candidate_again(world):

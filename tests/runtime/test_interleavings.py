@@ -43,7 +43,8 @@ from reef.errors import (
 )
 from reef.points import Point, Side
 from reef.records.sqlite import SqliteStorage
-from reef.runtime.deployment import CoordinatorRuntime
+from reef.runtime.coordinator import Coordinator
+from reef.runtime.deployment import CoordinatorRuntime, EngineRuntime, LocalChannel
 from reef.runtime.interfaces import (
     BASE_LOAD_ID,
     Batch,
@@ -55,18 +56,16 @@ from reef.runtime.interfaces import (
     InferenceRecord,
     MarkerState,
     Objective,
-    PauseMode,
-    Release,
     ReleaseKind,
     StepSignal,
 )
-from reef.runtime.publication import Publication
 from reef.runtime.recovery import MarkerFile
-from reef.runtime.scheduler import SETTLED, TrainingCoordinator
+from reef.runtime.scheduler import SETTLED
 from reef.scenario import steps
+from reef.scenario.candidates import RuntimeCandidateBackend
 from reef.scenario.steps import Services, Steps
-from tests.runtime.fakes import FakeEngines, FakeTrainer, Faults
-from tests.scenario.harness import IdleHandler, IdleSampler, Verdict
+from tests.runtime.fakes import FakeEngines, FakeTrainer, Faults, IdleHandler, plan_of
+from tests.scenario.harness import Verdict, unasked
 
 SCENARIOS = ("s", "t")
 FLIGHT_SECONDS = 30.0
@@ -96,6 +95,12 @@ RAISES: dict[tuple[Point, Side], tuple[type[ReefError], ...]] = {
 
 class Death(BaseException):
     """The process is gone; nobody may catch it."""
+
+
+class Unwatched(Coordinator):
+    """Its engines are replaced when a rule says so."""
+
+    def supervise(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -172,13 +177,13 @@ class MortalEngines(FakeEngines):
     """Once dead, every call fails until they are replaced. Refuses to serve anything but the heads."""
 
     def __init__(self, heads: dict[str, str]) -> None:
-        super().__init__(Faults())
+        super().__init__(Faults(), slots=len(SCENARIOS) + 1)
         self._heads = heads
         self.dead = False
         self.faults.hit = self._hit  # type: ignore[method-assign]
 
     def _hit(self, operation: str) -> None:
-        if self.dead and operation != "restart":
+        if self.dead and operation not in ("restart", "close engines", "close resources"):
             raise WorkerDied("the engine is dead")
 
     def resume(self) -> None:
@@ -332,7 +337,7 @@ class Interleavings(RuleBasedStateMachine):
             await work
         except ReefError as refused:  # or given back; what was half done has been ended
             error = refused
-        while self.publication.health() is not None or self.coordinator.owes_seconds > 0.0:
+        while self.publication.health() is not None or self.coordinator._training.owes_seconds > 0.0:
             await self._repair()
         if error is not None:
             raise error
@@ -345,7 +350,8 @@ class Interleavings(RuleBasedStateMachine):
 
     async def _repair(self) -> None:
         with contextlib.suppress(ReefError):  # tried again
-            await self.runtime._call(self.coordinator.repair_engines)
+            await asyncio.to_thread(self.coordinator._training.repair_engines)
+            await self.inference.follow()
 
     async def _shut(self) -> None:
         if self.storage is not None:
@@ -362,26 +368,24 @@ class Interleavings(RuleBasedStateMachine):
         self.storage = MortalStorage(self.path / "reef.db", self.heads)
         await self.storage.open()
         self.contents = DirectoryContentStore(self.path / "artifacts")
-        publication = self.publication = Publication(
-            self.engines, self.contents, PauseMode.IN_PLACE, "base", list(range(8))
-        )
         self.marker = MarkerFile(self.path / "marker.json")
-        self.coordinator = TrainingCoordinator(self.trainer, publication, self.contents, self.marker)
-        self.runtime = CoordinatorRuntime(self.coordinator, publication, self.engines, self.trainer, IdleHandler())
+        self.coordinator = Unwatched(plan_of(self.path, self.engines, self.trainer))
+        self.publication = self.coordinator._publication
+        channel = LocalChannel(self.coordinator)
+        self.inference = EngineRuntime(channel, IdleHandler)
+        self.runtime = CoordinatorRuntime(channel, self.inference)
         await self.runtime.start()
         states = [await self.storage.create_scenario(chain.base_release(name, "base", 1.0)) for name in SCENARIOS]
         self.services = self._services()
         self.scenarios = {state.scenario: Steps(state, self.services) for state in states}
-        return await self._recover([state.head for state in states])
+        return await self._recover()
 
-    async def _recover(self, heads: list[Release]) -> Candidate | None:
+    async def _recover(self) -> Candidate | None:
         """What `Deployment._recover` does."""
         assert self.storage is not None
+        recovered = await self.runtime.recover(self.storage)
         marker = await self.runtime.marker()
         commit = await self.storage.commit_by_job(marker.job_id) if marker else None
-        committed = commit is not None and commit.release is not None
-        recovered = await self.runtime.recover(heads, committed)
-        marker = await self.runtime.marker()
         if marker and commit is None and marker.state is MarkerState.REJECTED and marker.candidate:
             await self.scenarios[marker.scenario].write_off_recovered(marker.candidate, "rejected before a restart")
         return recovered
@@ -393,10 +397,9 @@ class Interleavings(RuleBasedStateMachine):
         return Services(
             storage=self.storage,
             contents=self.contents,
-            runtime=self.runtime,
+            candidates=RuntimeCandidateBackend(self.runtime, unasked),
             recipe=None,  # type: ignore[arg-type]  # steps never ask it
             evaluator=self.verdict,
-            sampler=lambda candidate, head: IdleSampler(),
             turn=asyncio.Lock(),
             scratch=self.path / "candidates",
             base_content_id="base",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,8 @@ from reef.artifact.content import DirectoryContentStore
 from reef.recipe.config import RecipeConfig
 from reef.recipe.lookup import build_recipe
 from reef.records.sqlite import SqliteStorage
-from reef.runtime.deployment import CoordinatorRuntime
+from reef.runtime.coordinator import Coordinator
+from reef.runtime.deployment import CoordinatorRuntime, EngineRuntime, LocalChannel
 from reef.runtime.interfaces import (
     Candidate,
     CandidateSampler,
@@ -22,44 +22,21 @@ from reef.runtime.interfaces import (
     Ending,
     Evaluation,
     Evaluator,
-    GenerateRequest,
     Generation,
-    InferenceHandler,
     InferenceRecord,
     MarkerState,
-    PauseMode,
     Release,
     ReportRecord,
-    SamplingParams,
     Span,
-    TokenChunk,
 )
-from reef.runtime.publication import Publication
-from reef.runtime.recovery import MarkerFile
-from reef.runtime.scheduler import TrainingCoordinator
+from reef.scenario.candidates import RuntimeCandidateBackend
 from reef.scenario.scenario import Scenario
 from reef.scenario.steps import Services
-from tests.runtime.fakes import FakeEngines, FakeTrainer, Faults
+from tests.runtime.fakes import FakeEngines, FakeTrainer, Faults, IdleHandler, plan_of
 
 
-class IdleHandler(InferenceHandler):
-    """Nobody generates in these tests."""
-
-    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        raise AssertionError("nothing should be generated")
-
-    async def connect(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    @property
-    def max_context(self) -> int:
-        return 64
-
-
-class IdleSampler(CandidateSampler):
-    async def chat(self, messages: list, sampling: SamplingParams, *, candidate: bool) -> str:
-        raise AssertionError("nothing should be sampled")
+async def unasked(*arguments: object, **named: object) -> str:
+    raise AssertionError("nothing should be sampled")
 
 
 class Verdict(Evaluator):
@@ -96,19 +73,18 @@ class Harness:
         self.storage = SqliteStorage(self.path / "reef.db")
         await self.storage.open()
         self.contents = DirectoryContentStore(self.path / "artifacts")
-        publication = Publication(self.engines, self.contents, PauseMode.IN_PLACE, "base", list(range(8)))
-        self.publication = publication
-        self.marker = MarkerFile(self.path / "marker.json")
-        coordinator = TrainingCoordinator(self.trainer, publication, self.contents, self.marker)
-        self.runtime = CoordinatorRuntime(coordinator, publication, self.engines, self.trainer, IdleHandler())
+        coordinator = Coordinator(plan_of(self.path, self.engines, self.trainer))
+        self.marker = coordinator._training._marker
+        channel = LocalChannel(coordinator)
+        self.inference = EngineRuntime(channel, IdleHandler)
+        self.runtime = CoordinatorRuntime(channel, self.inference)
         await self.runtime.start()
         self.services = services = Services(
             storage=self.storage,
             contents=self.contents,
-            runtime=self.runtime,
+            candidates=RuntimeCandidateBackend(self.runtime, unasked),
             recipe=build_recipe(msgspec.convert(self.recipe, RecipeConfig)),
             evaluator=self.verdict,
-            sampler=lambda candidate, head: IdleSampler(),
             turn=asyncio.Lock(),
             scratch=self.path / "candidates",
             base_content_id="base",
@@ -116,9 +92,7 @@ class Harness:
             released=self._released,
         )
         state = await self.storage.create_scenario(chain.base_release("s", "base", 1.0))
-        marker = await self.runtime.marker()
-        commit = await self.storage.commit_by_job(marker.job_id) if marker else None
-        recovered = await self.runtime.recover([state.head], commit is not None and commit.release is not None)
+        recovered = await self.runtime.recover(self.storage)
         self.scenario = Scenario(state, services)
         await self.scenario.start(recovered)
         return self
@@ -130,7 +104,7 @@ class Harness:
     async def another(self, name: str) -> Scenario:
         """A second scenario of the same deployment."""
         state = await self.storage.create_scenario(chain.base_release(name, "base", 1.0))
-        self.publication.remember(state.head)
+        await self.runtime.remember(state.head)
         self.others[name] = Scenario(state, self.services)
         await self.others[name].start()
         return self.others[name]

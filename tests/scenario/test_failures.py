@@ -68,15 +68,15 @@ def test_after_the_commit_a_failing_marker_never_brings_the_old_release_back(tmp
 
 
 def test_a_release_that_cannot_be_acknowledged_is_resumed_by_the_supervisor(tmp_path, monkeypatch):
-    monkeypatch.setattr("reef.runtime.deployment.OWED_SECONDS", 0.1)
+    monkeypatch.setattr("reef.runtime.coordinator.OWED_SECONDS", 0.1)
     monkeypatch.setattr(steps, "ATTEMPTS", 1)
 
     async def body(reef: Harness) -> None:
-        reef.runtime.watch()
         reef.faults.plant("resume", EngineError("stuck"))
         await teach(reef, "a", "b")
         await reef.released(1)
-        assert reef.engines.lanes["s"] == reef.scenario.head.runtime_load_id and reef.state() is MarkerState.COMPLETE
+        await reef.until(lambda: reef.state() is MarkerState.COMPLETE)
+        assert reef.engines.lanes["s"] == reef.scenario.head.runtime_load_id
 
     run(body, tmp_path)
 
@@ -195,8 +195,8 @@ def test_engines_are_replaced_while_a_step_trains(tmp_path):
         reef.trainer.train = slow  # type: ignore[method-assign]
         await teach(reef, "a", "b")
         await asyncio.wait_for(inside.wait(), 5)
-        await asyncio.wait_for(reef.runtime._call(reef.runtime._coordinator.repair_engines), 5)
-        assert "restart" in reef.faults.calls and not reef.engines.paused
+        reef.engines.trouble = "engine-0 died"
+        await reef.until(lambda: "restart" in reef.faults.calls and not reef.engines.paused)
         go_on.set()
         await reef.released(1)
 

@@ -7,7 +7,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from reef.errors import NotFound, StorageError
+from reef.errors import NotFound, StorageError, Unavailable
 from reef.inference.chat.service import ChatService
 from reef.inference.chat.tokenizer import ChatTokenizer
 from reef.recipe.config import RecipeConfig
@@ -68,6 +68,10 @@ class FakeDeployment:
 
     async def close(self) -> None:
         await self.storage.close()
+
+    def admit(self) -> None:
+        if self.reasons:
+            raise Unavailable(self.reasons[0])
 
     def models(self) -> list[str]:
         return ["smollm2"]

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from reef.errors import ConfigError
 from reef.inference.local.config import LocalConfig
-from reef.runtime.deployment import ExecutionConfig
+from reef.runtime.config import ExecutionConfig
 from reef.runtime.executor import MpExecutor
 from reef.runtime.executor.placement import Component
 from reef.service.config import NoTraining
@@ -19,12 +21,12 @@ class FakeExecutor(MpExecutor):
     """A class that a deployment could bring."""
 
 
-def workplace(execution, training=None, inference=ENGINE, logs="logs"):
-    return Workplace(execution, inference, training or NoTraining(), logs)
+def workplace(execution, training=None, inference=ENGINE, data=Path("data")):
+    return Workplace(execution, inference, training or NoTraining(), data)
 
 
 def test_a_class_of_ones_own_is_found_before_anything_starts(tmp_path):
-    own = workplace(ExecutionConfig(executor="tests.service.test_workplace:FakeExecutor"), logs=tmp_path)
+    own = workplace(ExecutionConfig(executor="tests.service.test_workplace:FakeExecutor"), data=tmp_path)
     own.open()
     assert type(own.executor("engine", "tests.executor.workers:Counter", [{}])) is FakeExecutor
     own.close()
@@ -34,7 +36,7 @@ def test_a_class_of_ones_own_is_found_before_anything_starts(tmp_path):
 
 def test_auto_without_a_cluster_is_mp(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    auto = workplace(ExecutionConfig(executor="auto"), logs=tmp_path)
+    auto = workplace(ExecutionConfig(executor="auto"), data=tmp_path)
     auto.open()
     assert type(auto.executor("engine", "tests.executor.workers:Counter", [{}])) is MpExecutor
     auto.close()

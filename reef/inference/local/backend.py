@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from reef.errors import BarrierError, EngineError, EngineUncertain, ReefError, WorkerDied
+from reef.inference.local.address import Address
 from reef.inference.local.config import LocalConfig
-from reef.runtime.interfaces import EngineReport, Executor, InferenceBackend, PauseMode, WeightLoad
+from reef.inference.local.pulse import Pulse
+from reef.runtime.interfaces import EngineReport, Executor, InferenceBackend, PauseMode, TransferSession, WeightLoad
 
 WORKER = "reef.inference.local.worker:EngineWorker"
 
@@ -25,15 +28,16 @@ ExecutorFactory = Callable[[str, Sequence[Mapping[str, Any]]], Executor]
 _PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0, "float16": 0.1}
 _RESTART_CLOSE_SECONDS = 2.0
 _GRACE_SECONDS = 10.0
+_LOOK_SECONDS = 0.5
 
 
 class LocalBackend(InferenceBackend):
-    """Controls `config.engines` engines; each serves its data plane at one of `socket_paths()`.
+    """Controls `config.engines` engines; each serves its data plane at one of `endpoints()`.
 
-    Every call is sent to all engines at once and answered within `control_timeout` seconds, or it raises: WorkerDied if
-    a process is gone, EngineUncertain if an engine did not answer or no longer knows its state, or if `stage`,
-    `activate` or a memory call was done by some engines only and could not be undone, else EngineError. Whatever fails
-    a `pause` or `flush` is a BarrierError.
+    Every call is sent to all engines at once and answered within `config.control_timeout` seconds, or it raises:
+    WorkerDied if a process is gone, EngineUncertain if an engine did not answer, gave no sign of life for
+    `config.health_timeout` seconds or no longer knows its state, or if `stage`, `activate` or a memory call was done by
+    some engines only and could not be undone, else EngineError. Whatever fails a `pause` or `flush` is a BarrierError.
     """
 
     def __init__(
@@ -42,29 +46,35 @@ class LocalBackend(InferenceBackend):
         make_executor: ExecutorFactory,
         *,
         base_content_id: str = "",
-        control_timeout: float = 120.0,
+        host: str = "",
         close_timeout: float = 10.0,
     ) -> None:
+        """`host` is where the data planes listen: "" is Unix sockets on this machine, else an address over TCP."""
         self._config = config
+        self._host = host
         self._make_executor = make_executor
         self._base_content_id = base_content_id
-        self._control_timeout = control_timeout
         self._close_timeout = close_timeout
         self._names = [f"engine-{rank}" for rank in range(config.engines)]
-        self._directory: Path | None = None  # exists from start to close
+        self._directory: Path | None = None  # of Unix sockets; exists from start to close
+        self._endpoints: list[str] = []
         self._executor: Executor | None = None
         self._dtype: str | None = None
-        self._lock = Lock()  # guards the two below
+        self._lock = Lock()  # guards the three below
+        self._pulses: list[Pulse] = []  # from the end of a start to the next
         self._answers: list[Future[Any]] = []  # of the latest question after health
         self._asked_at = 0.0
 
     def start(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="reef-"))  # mode 0700
+        if not self._host:
+            self._directory = Path(tempfile.mkdtemp(prefix="reef-"))  # mode 0700
         self._launch(paused=False)
 
-    def socket_paths(self) -> list[str]:
-        """Where the engines' data planes listen; the same for every engine that replaces another."""
-        return [] if self._directory is None else [str(self._directory / name) for name in self._names]
+    def endpoints(self) -> list[str]:
+        return self._endpoints
+
+    def attach(self, session: TransferSession) -> None:
+        self._all("attach", session)
 
     def pause(self, mode: PauseMode) -> None:
         self._barrier("pause", mode)
@@ -93,6 +103,9 @@ class LocalBackend(InferenceBackend):
     def drop(self, runtime_load_id: str) -> None:
         self._all("drop", runtime_load_id)
 
+    def evict(self, runtime_load_id: str) -> bool:
+        return all(self._all("evict", runtime_load_id))
+
     def score(self, runtime_load_id: str, token_ids: list[int]) -> list[list[float]]:
         return self._all("score", runtime_load_id, token_ids)
 
@@ -110,17 +123,20 @@ class LocalBackend(InferenceBackend):
         self._launch(paused=True)
 
     def health(self) -> str | None:
-        """Never blocks: it reads the answers to the question asked by the call before, and asks again."""
+        """Never blocks: it reads the answers to the questions asked by the call before, and asks again."""
         executor = self._executor
         if executor is None:
             return "the engines are not started"
         if reason := executor.health():
             return reason
+        for rank, name in enumerate(self._names):
+            if reason := self._lifeless(rank):
+                return f"{name}: {reason}"
         with self._lock:
             answers = self._answers
             if not all(answer.done() for answer in answers):
                 silent = time.monotonic() - self._asked_at
-                late = silent > self._control_timeout + _GRACE_SECONDS
+                late = silent > self._config.control_timeout + _GRACE_SECONDS
                 return f"no answer from the engines for {silent:.0f} s" if late else None
             self._answers, self._asked_at = executor.collective_rpc("health"), time.monotonic()
         for name, answer in zip(self._names, answers, strict=False):
@@ -132,9 +148,14 @@ class LocalBackend(InferenceBackend):
         try:
             self._stop(self._close_timeout)
         finally:
+            self._endpoints = []
             if self._directory is not None:
                 shutil.rmtree(self._directory, ignore_errors=True)
                 self._directory = None
+
+    @property
+    def max_loads(self) -> int:
+        return self._config.max_loads
 
     @property
     def probe_tolerance(self) -> float:
@@ -144,40 +165,57 @@ class LocalBackend(InferenceBackend):
 
     def _launch(self, *, paused: bool) -> None:
         shared = {"config": self._config, "base_content_id": self._base_content_id, "paused": paused}
-        arguments = [
-            {**shared, "name": name, "socket_path": path}
-            for name, path in zip(self._names, self.socket_paths(), strict=True)
-        ]
-        with self._lock:
-            self._answers = []
+        arguments = [{**shared, "name": name, "listen": self._listen(name)} for name in self._names]
         self._executor = executor = self._make_executor(WORKER, arguments)  # first: `close` may be called meanwhile
         try:
             executor.start()
+            self._endpoints = [
+                future.result(self._config.control_timeout) for future in executor.collective_rpc("endpoint")
+            ]
+            with self._lock:
+                self._pulses = [Pulse(endpoint) for endpoint in self._endpoints]
             self._dtype = self._all("dtype")[0]
         except BaseException:
             self._stop(_RESTART_CLOSE_SECONDS)
             raise
 
+    def _listen(self, name: str) -> str:
+        if self._directory is not None:
+            return str(self._directory / name)
+        return str(Address(token=secrets.token_urlsafe(24), host=self._host))
+
     def _stop(self, timeout: float) -> None:
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.close(timeout)
+        with self._lock:
+            for pulse in self._pulses:
+                pulse.close()
+            self._answers, self._pulses = [], []
+        if self._executor is not None:
+            self._executor.close(timeout)
+            self._executor = None  # only now: what is not known to be gone is still ours
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Call every engine; return what each returned or raised, in order of rank."""
         executor = self._executor
         if executor is None:
             raise EngineError(f"{method}: the engines are not started")
-        deadline = time.monotonic() + self._control_timeout
-        outcomes: list[Any] = []
-        for future in executor.collective_rpc(method, *args):
-            try:
-                outcomes.append(future.result(max(0.0, deadline - time.monotonic())))
-            except TimeoutError:
-                outcomes.append(EngineUncertain(f"no answer within {self._control_timeout:g} s"))
-            except Exception as error:
-                outcomes.append(error)
-        return outcomes
+        deadline = time.monotonic() + self._config.control_timeout
+        futures = executor.collective_rpc(method, *args)
+        return [self._outcome(rank, future, deadline) for rank, future in enumerate(futures)]
+
+    def _outcome(self, rank: int, future: Future[Any], deadline: float) -> Any:
+        """What the engine returned or raised, or EngineUncertain."""
+        while not wait([future], max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))).done:
+            if reason := self._lifeless(rank):
+                return EngineUncertain(reason)
+            if time.monotonic() > deadline:
+                return EngineUncertain(f"no answer within {self._config.control_timeout:g} s")
+        return future.exception() or future.result()
+
+    def _lifeless(self, rank: int) -> str | None:
+        """Why the engine's process is taken for frozen; None while it gives signs of life."""
+        with self._lock:
+            silence = self._pulses[rank].silence() if self._pulses else 0.0
+        return f"no sign of life for {silence:.0f} s" if silence > self._config.health_timeout else None
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         """For calls that are harmless when only some engines did them, because asking again is."""

@@ -5,18 +5,40 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Annotated, Any, cast
 
-from reef.errors import InvalidRequest, ReefError, Unavailable
-from reef.inference.local.protocol import VERSION, Abort, Add, Chunks, Hello, Rejected, client_reader, cut, encode
+import msgspec
+
+from reef.errors import ConfigError, InvalidRequest, ReefError, Unavailable, VerificationError
+from reef.inference.local.address import Address
+from reef.inference.local.protocol import (
+    VERSION,
+    Abort,
+    Add,
+    Chunks,
+    Greet,
+    Hello,
+    Rejected,
+    ToEngine,
+    client_reader,
+    cut,
+    encode,
+)
 from reef.runtime.interfaces import GenerateRequest, InferenceHandler, TokenChunk
 
 _RETRY_SECONDS = 0.1
 _PREFIX_BLOCK = 32  # tokens; the grain at which prompts are recognised
 _PREFIX_MEMORY = 65536  # blocks
 _IMBALANCE = 4  # requests that a cached prefix is worth waiting behind
+
+
+class _Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
+    """`inference.handler-config` of this handler."""
+
+    max_in_flight: Annotated[int, msgspec.Meta(ge=1)] = 4096
+    connect_timeout: Annotated[float, msgspec.Meta(gt=0)] = 30.0
 
 
 class _Stream:
@@ -50,8 +72,9 @@ class _Connection(asyncio.Protocol):
     what was still on its way for the first.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.address = Address.parse(endpoint)
         self.streams: dict[str, _Stream] = {}  # by wire id
         self.served = 0
         self._nonce = secrets.token_hex(4)
@@ -88,6 +111,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from asyncio's
+        if self.address.token:
+            self._write(Greet(self.address.token))
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -105,7 +130,7 @@ class _Connection(asyncio.Protocol):
                 self.hello.set_result(message)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._lose(f"the connection to the engine at {self.path} was lost" + (f": {error}" if error else ""))
+        self._lose(f"the connection to the engine at {self.address.shown} was lost" + (f": {error}" if error else ""))
 
     def _deliver(self, chunk: TokenChunk) -> None:
         if (stream := self.streams.get(chunk.request_id)) is None:
@@ -134,7 +159,7 @@ class _Connection(asyncio.Protocol):
         for stream in streams.values():
             stream.push(cut(stream.request_id, reason, stream.runtime_load_id))
 
-    def _write(self, message: Add | Abort) -> None:
+    def _write(self, message: ToEngine) -> None:
         if self._transport is not None:
             self._transport.write(encode(message))
 
@@ -144,32 +169,41 @@ class _Connection(asyncio.Protocol):
 
 
 class LocalHandler(InferenceHandler):
-    """Streams from the local engines whose socket paths `sockets` returns when asked.
+    """Streams from the local engines whose addresses `endpoints` returns when asked.
 
     At most `max_in_flight` iterators are open at a time; each buffers at most what its `max_tokens` allows, so that a
     slow reader costs memory within a bound and never stalls the engine or other readers.
     """
 
     def __init__(
-        self, sockets: Callable[[], Sequence[str]], *, max_in_flight: int = 4096, connect_timeout: float = 30.0
+        self, endpoints: Callable[[], Sequence[str]], *, max_in_flight: int = 4096, connect_timeout: float = 30.0
     ) -> None:
-        self._sockets = sockets
+        self._endpoints = endpoints
         self._max_in_flight = max_in_flight
         self._connect_timeout = connect_timeout
         self._connections: list[_Connection] = []
         self._in_flight = 0
-        self._prefixes: OrderedDict[int, str] = OrderedDict()  # hash of a prompt's beginning -> socket path
+        self._prefixes: OrderedDict[int, str] = OrderedDict()  # hash of a prompt's beginning -> endpoint
         self._max_context: int | None = None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], endpoints: Callable[[], Sequence[str]]) -> LocalHandler:
+        """Keys: max-in-flight (requests), connect-timeout (seconds)."""
+        try:
+            options = msgspec.convert(dict(config), _Options)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"inference.handler-config: {error}") from error
+        return cls(endpoints, max_in_flight=options.max_in_flight, connect_timeout=options.connect_timeout)
 
     async def connect(self) -> None:
         """Connect to every engine anew; streams on older connections go on until they end.
 
         Raises Unavailable if an engine cannot be reached within the timeout; what was connected stays.
         """
-        paths = self._sockets()
-        if not paths:
+        endpoints = self._endpoints()
+        if not endpoints:
             raise Unavailable("no engine is started")
-        results = await asyncio.gather(*(self._connect(path) for path in paths), return_exceptions=True)
+        results = await asyncio.gather(*(self._connect(endpoint) for endpoint in endpoints), return_exceptions=True)
         fresh = [result for result in results if isinstance(result, _Connection)]
         if failure := next((result for result in results if isinstance(result, BaseException)), None):
             for connection in fresh:
@@ -209,23 +243,23 @@ class LocalHandler(InferenceHandler):
             self._in_flight -= 1
             connection.leave(stream)
 
-    async def _connect(self, path: str) -> _Connection:
+    async def _connect(self, endpoint: str) -> _Connection:
         """Connect to one engine, waiting for its socket to appear."""
-        loop = asyncio.get_running_loop()
+        shown = Address.parse(endpoint).shown
         try:
             async with asyncio.timeout(self._connect_timeout):
                 while True:
                     try:
-                        _, connection = await loop.create_unix_connection(lambda: _Connection(path), path)
+                        connection = await _open(endpoint)
                         break
                     except OSError:
                         await asyncio.sleep(_RETRY_SECONDS)
                 hello = await connection.hello
         except TimeoutError as error:
-            raise Unavailable(f"no engine at {path} within {self._connect_timeout:g} s") from error
+            raise Unavailable(f"no engine at {shown} within {self._connect_timeout:g} s") from error
         if hello.version != VERSION:
             connection.close()
-            raise Unavailable(f"{hello.engine} speaks protocol {hello.version}, not {VERSION}")
+            raise VerificationError(f"{hello.engine} speaks protocol {hello.version}, not {VERSION}")
         return connection
 
     def _route(self, request: GenerateRequest) -> _Connection:
@@ -237,16 +271,26 @@ class LocalHandler(InferenceHandler):
             return live[0]
         chosen = min(live, key=lambda c: (len(c.streams), c.served))
         keys = _prefix_keys(request)
-        known = next((path for key in reversed(keys) if (path := self._prefixes.get(key))), None)
+        known = next((endpoint for key in reversed(keys) if (endpoint := self._prefixes.get(key))), None)
         for connection in live:
-            if connection.path == known and len(connection.streams) <= len(chosen.streams) + _IMBALANCE:
+            if connection.endpoint == known and len(connection.streams) <= len(chosen.streams) + _IMBALANCE:
                 chosen = connection
         for key in keys:
-            self._prefixes[key] = chosen.path
+            self._prefixes[key] = chosen.endpoint
             self._prefixes.move_to_end(key)
         while len(self._prefixes) > _PREFIX_MEMORY:
             self._prefixes.popitem(last=False)
         return chosen
+
+
+async def _open(endpoint: str) -> _Connection:
+    """Raises OSError."""
+    loop, address = asyncio.get_running_loop(), Address.parse(endpoint)
+    if address.path:
+        _, connection = await loop.create_unix_connection(lambda: _Connection(endpoint), address.path)
+    else:
+        _, connection = await loop.create_connection(lambda: _Connection(endpoint), address.host, address.port)
+    return connection
 
 
 def _prefix_keys(request: GenerateRequest) -> list[int]:

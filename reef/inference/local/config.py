@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -38,7 +38,9 @@ class LocalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     max_loads: Annotated[
         int,
         msgspec.Meta(
-            ge=2, description="loads resident besides the base model: one per trained scenario, one to publish"
+            ge=2,
+            description="sets of weights resident besides the base model: one for each trained scenario and one to "
+            "publish; adapters of older releases stay for a quick rollback while there is room",
         ),
     ] = 8
     prefix_cache: Annotated[
@@ -52,6 +54,29 @@ class LocalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
         msgspec.Meta(description="auto: compile Reef's CPU kernels at first use where there is a C++ compiler"),
     ] = "auto"
     engines: Annotated[int, msgspec.Meta(ge=1, description="how many engines serve")] = 1
+    num_gpus: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)] | None,
+        msgspec.Meta(description="devices that the engines have together: one each, or 0; null: as device says"),
+    ] = None
+    tensor_parallel_size: Annotated[
+        Literal[1], msgspec.Meta(description="devices that one engine's model is split over; the local engine: 1")
+    ] = 1
+    handler_factory: Annotated[
+        str, msgspec.Meta(description="package.module:Class of your own InferenceHandler; empty: the backend's")
+    ] = ""
+    handler_config: Annotated[
+        dict[str, Any],
+        msgspec.Meta(description="settings of the handler; of the backend's own: max-in-flight, connect-timeout"),
+    ] = msgspec.field(default_factory=dict)
+    health_timeout: Annotated[
+        float, msgspec.Meta(gt=0, description="seconds without a sign of life after which an engine is replaced")
+    ] = 10.0
+    control_timeout: Annotated[
+        float,
+        msgspec.Meta(
+            gt=0, description="seconds that an engine which is alive may take for one order: loading weights, pausing"
+        ),
+    ] = 120.0
 
     def __post_init__(self) -> None:
         if self.max_batch_tokens < self.max_running:
@@ -63,6 +88,20 @@ class LocalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
         if self.max_context > self.kv_cache_tokens - self.page_size:
             bound = self.kv_cache_tokens - self.page_size
             raise ValueError(f"max-context must be <= kv-cache-tokens - page-size ({bound}), got {self.max_context}")
+
+        if self.num_gpus not in (None, 0, self.engines):
+            raise ValueError(f"num-gpus must be 0 or one for each of the {self.engines} engines, got {self.num_gpus}")
+        if self.num_gpus == 0 and self.device == "cuda":
+            raise ValueError("num-gpus must be >= 1 with device cuda, got 0")
+        if self.num_gpus and self.device == "cpu":
+            raise ValueError(f"num-gpus must be 0 with device cpu, got {self.num_gpus}")
+
+    @property
+    def resolved_device(self) -> str:
+        """`device`, as far as `num_gpus` decides what it leaves open."""
+        if self.device != "auto" or self.num_gpus is None:
+            return self.device
+        return "cuda" if self.num_gpus else "cpu"
 
     @property
     def model_name(self) -> str:

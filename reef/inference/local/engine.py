@@ -57,7 +57,7 @@ class LocalEngine:
             torch.set_num_threads(config.threads)
         model_config = read_config(self._path)
         spec = ModelSpec.from_config(model_config)
-        self.device = _device(config.device)
+        self.device = _device(config.resolved_device)
         self.dtype = _dtype(config.dtype, getattr(model_config, "dtype", None), self.device)
         num_pages = config.kv_cache_tokens // config.page_size
         self.max_context = min(spec.max_context, num_pages * config.page_size, config.max_context or spec.max_context)
@@ -82,6 +82,7 @@ class LocalEngine:
         self._paused = False
         self._requests: dict[str, Sequence] = {}
         self._notices: list[TokenChunk] = []  # last chunks of requests that ended outside a step
+        self._leaked: dict[str, str] = {}
         self._arrivals = itertools.count()
         self._stats = dict.fromkeys(
             ("steps", "prompt_tokens", "cached_tokens", "output_tokens", "computed_tokens"), 0.0
@@ -205,8 +206,20 @@ class LocalEngine:
             raise EngineError(f"runtime load {runtime_load_id!r} serves lane {lanes[0]!r} and cannot be dropped")
         for sequence in [one for one in self._requests.values() if one.load_id == runtime_load_id]:
             self._end_now(sequence, Ending.ENGINE_CUT, f"runtime load {runtime_load_id!r} was dropped")
-        self._cache.drop(runtime_load_id)
-        self._loads.drop(runtime_load_id)
+        try:
+            self._cache.drop(runtime_load_id)
+            self._loads.drop(runtime_load_id)
+        except Exception as error:
+            self._leaked[runtime_load_id] = f"{type(error).__name__}: {error}"
+            raise EngineError(f"runtime load {runtime_load_id!r} could not be freed: {error}") from error
+        self._leaked.pop(runtime_load_id, None)
+
+    def evict(self, runtime_load_id: str) -> bool:
+        """`drop` it unless a request decodes with it; False if one does."""
+        if any(one.load_id == runtime_load_id for one in self._requests.values()):
+            return False
+        self.drop(runtime_load_id)
+        return True
 
     def score(self, runtime_load_id: str, token_ids: list[int]) -> list[float]:
         """Log-probabilities of token_ids[1:] at temperature 1, [num_tokens - 1]. Raises EngineError, InvalidRequest."""
@@ -229,6 +242,7 @@ class LocalEngine:
             total_pages=self._pool.total,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
+            leaked=dict(self._leaked),
             stats={
                 **self._stats,
                 "cached_pages": float(self._cache.num_pages),

@@ -31,7 +31,7 @@ class Load:
 
 
 class Loads:
-    """Reads the base at construction. At most `max_loads` others are resident; those that are the base do not count."""
+    """Reads the base at construction. At most `max_loads` sets of other bytes are resident, whatever IDs they have."""
 
     def __init__(
         self,
@@ -77,12 +77,17 @@ class Loads:
             return
         if not self._resident:
             raise EngineError("the engine's memory is released: restore it first")
+        if (
+            twin := next((one for one in self._resident.values() if one.content_id == load.content_id), None)
+        ) is not None:
+            self._resident[load.runtime_load_id] = twin  # the same bytes under another ID: nothing is read
+            return
         base = self._resident[BASE_LOAD_ID]
         if load.path is None:
             self._resident[load.runtime_load_id] = Load(load.content_id, base.weights)
             return
-        others = sum(1 for other in self._resident.values() if other.adapter or other.weights is not base.weights)
-        if others >= self._max_loads:
+        others = {one.content_id for one in self._resident.values() if one.adapter or one.weights is not base.weights}
+        if len(others) >= self._max_loads:
             raise EngineError(f"resident loads must be <= max-loads ({self._max_loads}): drop one first")
         path = Path(load.path)
         if not path.is_dir():

@@ -1,6 +1,8 @@
-"""The data plane between a client and a local engine: length-prefixed msgpack frames on a Unix socket.
+"""The data plane between a client and a local engine: length-prefixed msgpack frames on a Unix or TCP socket.
 
-    client ──► Add, Abort                 engine ──► Hello, then Chunks (one frame per step), Rejected
+    client ──► Greet, then Add, Abort     engine ──► Hello, then Chunks (one frame per step), Rejected
+
+Over TCP the engine says Hello only to who greets it with its token; a Unix socket is guarded by its directory.
 
 A frame is a big-endian unsigned 32-bit length and that many bytes. When a connection ends, the engine aborts what it
 was generating for it, and the client ends its streams with ENGINE_CUT.
@@ -26,6 +28,12 @@ class Add(msgspec.Struct, array_like=True, tag="add"):
     """Generate this. Choosing a `request.request_id` that is never used again is the client's duty."""
 
     request: GenerateRequest
+
+
+class Greet(msgspec.Struct, array_like=True, tag="greet"):
+    """A client's first frame over TCP."""
+
+    token: str
 
 
 class Abort(msgspec.Struct, array_like=True, tag="abort"):
@@ -57,7 +65,7 @@ class Rejected(msgspec.Struct, array_like=True, tag="rejected"):
     field: str | None = None
 
 
-ToEngine = Add | Abort
+ToEngine = Greet | Add | Abort
 FromEngine = Hello | Chunks | Rejected
 T = TypeVar("T")
 

@@ -12,6 +12,7 @@ when it returns, no step is in progress, and until resume a step only reports wh
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import os
 import time
@@ -19,21 +20,42 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from threading import Condition, Thread
 from typing import TypeVar, cast
 
 from reef.errors import EngineError, EngineUncertain, InvalidRequest, ReefError
+from reef.inference.local.address import NODE, Address, node_address
 from reef.inference.local.config import LocalConfig
 from reef.inference.local.engine import LocalEngine
-from reef.inference.local.protocol import VERSION, Add, Chunks, FromEngine, Hello, Rejected, cut, encode, engine_reader
+from reef.inference.local.protocol import (
+    VERSION,
+    Add,
+    Chunks,
+    FromEngine,
+    Greet,
+    Hello,
+    Rejected,
+    cut,
+    encode,
+    engine_reader,
+)
 from reef.points import Point, crossing
-from reef.runtime.interfaces import EngineReport, GenerateRequest, PauseMode, TokenChunk, WeightLoad
+from reef.runtime.interfaces import (
+    EngineReport,
+    GenerateRequest,
+    PauseMode,
+    TokenChunk,
+    TransferSession,
+    WeightLoad,
+)
 
 logger = logging.getLogger(__name__)
 
-MAX_SOCKET_PATH_BYTES = 100  # sockaddr_un holds 108 on Linux, 104 on macOS
-
+_MAX_GREETING_BYTES = 1024
+_NOT_SHARED = "what the trainer writes in {} is not seen here ({}): both must share a file system"
 _FAILURES_IN_A_ROW = 3
 _STUCK_SECONDS = 300.0
 _MAX_UNSENT_BYTES = 64 * 1024 * 1024
@@ -178,14 +200,19 @@ class _Client(asyncio.Protocol):
         self._plane = plane
         self._reader = engine_reader()
         self._transport: asyncio.Transport
+        self._welcome = False
         self.requests: set[str] = set()  # ids in flight
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from asyncio's
-        self.send(self._plane.hello)
         self._plane.clients.add(self)
+        if not self._plane.listen.token:
+            self._let_in()
 
     def data_received(self, data: bytes) -> None:
+        if not self._welcome and len(data) > _MAX_GREETING_BYTES:
+            self._transport.abort()
+            return
         try:
             messages = self._reader.feed(data)
         except ReefError:
@@ -193,7 +220,12 @@ class _Client(asyncio.Protocol):
             self._transport.abort()
             return
         for message in messages:
-            if isinstance(message, Add):
+            if isinstance(message, Greet):
+                self._greet(message)
+            elif not self._welcome:
+                self._transport.abort()
+                return
+            elif isinstance(message, Add):
                 self._plane.add(self, message.request)
             else:
                 self._plane.abort(message.request_id)
@@ -202,6 +234,19 @@ class _Client(asyncio.Protocol):
         self._plane.clients.discard(self)
         for request_id in list(self.requests):
             self._plane.abort(request_id)
+
+    def _greet(self, message: Greet) -> None:
+        if self._welcome:
+            return
+        if hmac.compare_digest(message.token.encode(), self._plane.listen.token.encode()):
+            self._let_in()
+        else:
+            logger.error("closing a connection that does not know the token")
+            self._transport.abort()
+
+    def _let_in(self) -> None:
+        self._welcome = True
+        self.send(self._plane.hello)
 
     def send(self, message: FromEngine) -> None:
         self._transport.write(encode(message))
@@ -216,10 +261,8 @@ class _Client(asyncio.Protocol):
 class _DataPlane:
     """The socket, on a thread with an event loop. Its state belongs to that thread."""
 
-    def __init__(self, socket_path: str) -> None:
-        if len(os.fsencode(socket_path)) > MAX_SOCKET_PATH_BYTES:
-            raise ValueError(f"socket path must have at most {MAX_SOCKET_PATH_BYTES} bytes, got {socket_path!r}")
-        self._path = socket_path
+    def __init__(self, listen: str) -> None:
+        self.listen = Address.parse(listen)
         self.clients: set[_Client] = set()
         self.hello: Hello
         self._owners: dict[str, _Client] = {}  # by request id
@@ -233,8 +276,7 @@ class _DataPlane:
         """Listen. Replaces a socket that a dead engine left behind."""
         self._steps = steps
         self.hello = hello
-        with suppress(FileNotFoundError):
-            os.unlink(self._path)
+        self._unlink()
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
 
@@ -304,14 +346,25 @@ class _DataPlane:
         return client
 
     async def _listen(self) -> None:
-        self._server = await self._loop.create_unix_server(lambda: _Client(self), self._path)
+        where = self.listen
+        if where.host == NODE:
+            where = replace(where, host=node_address())
+        if where.path:
+            self._server = await self._loop.create_unix_server(lambda: _Client(self), where.path)
+            return
+        self._server = await self._loop.create_server(lambda: _Client(self), where.host, where.port)
+        self.listen = replace(where, port=self._server.sockets[0].getsockname()[1])
+
+    def _unlink(self) -> None:
+        if self.listen.path:
+            with suppress(FileNotFoundError):
+                os.unlink(self.listen.path)
 
     async def _shut(self) -> None:
         self._server.close()
         for client in list(self.clients):
             client.close()
-        with suppress(FileNotFoundError):
-            os.unlink(self._path)
+        self._unlink()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -323,14 +376,28 @@ class EngineWorker:
     """One engine with its data plane, to be built by an executor. Control calls may come from any thread."""
 
     def __init__(
-        self, *, config: LocalConfig, name: str, socket_path: str, base_content_id: str = "", paused: bool = False
+        self, *, config: LocalConfig, name: str, listen: str, base_content_id: str = "", paused: bool = False
     ) -> None:
-        self._plane = _DataPlane(socket_path)
+        """`listen` is an `Address` as text; port 0 is any free one."""
+        self._plane = _DataPlane(listen)
         self._steps = _StepLoop(lambda: LocalEngine(config, name, base_content_id), self._plane)
         if paused:
             self._steps.call(lambda engine: engine.pause(PauseMode.RETRACT))
         max_context = self._steps.call(lambda engine: engine.max_context)
         self._plane.start(self._steps, Hello(VERSION, name, max_context))
+
+    def endpoint(self) -> str:
+        """Where the data plane listens."""
+        return str(self._plane.listen)
+
+    def attach(self, session: TransferSession) -> None:
+        """Raises EngineError unless the trainer's token is where the session says."""
+        try:
+            found = (Path(session.directory) / "token").read_text()
+        except OSError as error:
+            raise EngineError(_NOT_SHARED.format(session.directory, error.strerror)) from error
+        if found != session.token:
+            raise EngineError(_NOT_SHARED.format(session.directory, "another token is there"))
 
     def pause(self, mode: PauseMode) -> None:
         """Return when no token will be generated until `resume`, and earlier ones were handed to the socket."""
@@ -356,6 +423,10 @@ class EngineWorker:
     def drop(self, runtime_load_id: str) -> None:
         with crossing(Point.ENGINE_UNLOAD):
             self._steps.call(lambda engine: engine.drop(runtime_load_id))
+
+    def evict(self, runtime_load_id: str) -> bool:
+        with crossing(Point.ENGINE_UNLOAD):
+            return self._steps.call(lambda engine: engine.evict(runtime_load_id))
 
     def score(self, runtime_load_id: str, token_ids: list[int]) -> list[float]:
         """Log-probabilities of token_ids[1:], [num_tokens - 1]."""

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from reef.errors import WorkerDied
-from reef.runtime.interfaces import Executor, TrainingBackend, TrainJob, TrainResult, WeightKind
+from reef.runtime.interfaces import (
+    Executor,
+    TrainingBackend,
+    TrainJob,
+    TrainResult,
+    TransferSession,
+    WeightKind,
+)
 from reef.train.torch_backend.config import TorchConfig
+
+ATTACH_SECONDS = 30.0
 
 
 class TorchBackend(TrainingBackend):
@@ -36,6 +45,14 @@ class TorchBackend(TrainingBackend):
                 f"the step took longer than training.step-timeout ({self._config.step_timeout:g} s)"
             ) from None
         return result
+
+    def attach(self, session: TransferSession) -> None:
+        if self._executor is None:
+            raise WorkerDied("the trainer is not started")
+        try:
+            self._executor.rpc(0, "attach", session).result(ATTACH_SECONDS)
+        except TimeoutError:
+            raise WorkerDied(f"the trainer did not answer within {ATTACH_SECONDS:g} s") from None
 
     def health(self) -> str | None:
         return "the trainer is not started" if self._executor is None else self._executor.health()

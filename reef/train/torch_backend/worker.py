@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from reef.errors import StorageError, TrainingError
 from reef.points import Point, crossing
-from reef.runtime.interfaces import TrainJob, TrainResult
+from reef.runtime.interfaces import TrainJob, TrainResult, TransferSession
 from reef.train.objectives import lookup
 from reef.train.torch_backend.config import TorchConfig
 from reef.train.torch_backend.model import Policy, load_causal
@@ -53,6 +53,13 @@ class TorchWorker:
 
     def health(self) -> None:
         """Answers when the worker is alive and not busy."""
+
+    def attach(self, session: TransferSession) -> None:
+        """Leave the token where the engines look for it. Raises StorageError."""
+        try:
+            (Path(session.directory) / "token").write_text(session.token)
+        except OSError as error:
+            raise StorageError(f"the trainer cannot write to {session.directory}: {error.strerror}") from error
 
     def train(self, job: TrainJob) -> TrainResult:
         """See TrainingBackend.train. Raises TrainingError or StorageError; then nothing was written."""

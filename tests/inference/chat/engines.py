@@ -36,6 +36,10 @@ class FakeEngine(InferenceHandler):
     script_of: Callable[[GenerateRequest], Script] | None = None
     on_request: Callable[[], None] = lambda: None
 
+    @classmethod
+    def from_config(cls, config, endpoints) -> FakeEngine:
+        raise AssertionError("tests build it themselves")
+
     async def connect(self) -> None:
         pass
 

@@ -1,0 +1,219 @@
+"""One deployment as the service sees it: storage, the pair of runtimes, scenarios; and its way up and down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from reef import __version__
+from reef.artifact import chain
+from reef.errors import ConfigError, NotFound, StorageError
+from reef.inference.chat.service import ChatService
+from reef.recipe.lookup import build_evaluator, build_recipe
+from reef.records.lock import DirectoryLock
+from reef.records.sqlite import SqliteStorage
+from reef.runtime.interfaces import InferenceHandler, MarkerState, Storage
+from reef.runtime.publication import weight_kind
+from reef.runtime.recovery import MarkerFile
+from reef.scenario.candidates import RuntimeCandidateBackend
+from reef.scenario.scenario import Scenario
+from reef.scenario.steps import Services
+from reef.service.config import NoTraining, ReefConfig
+from reef.service.plan import lay_foundation
+from reef.service.runtime import build_runtimes
+
+log = logging.getLogger("reef.service")
+
+KEPT_REJECTED = 20  # newest commits whose rejected candidates stay on disk
+KEPT_STATES = 3  # optimizer states of the newest releases of a scenario
+HEALTH_SECONDS = 1.0  # a durable write proves the store at most this often
+
+
+class Deployment:
+    """What the HTTP layer serves. Built stopped; `start` brings it to the last committed releases."""
+
+    def __init__(self, config: ReefConfig) -> None:
+        self.config = config
+        self.data = Path(config.reef.data_dir)
+        self.started_at = time.time()
+        self._lock = DirectoryLock(self.data)
+        self._scenarios: dict[str, Scenario] = {}
+        self._creating = asyncio.Lock()
+        self._checked = (0.0, "")  # when the store was last proven, and what was wrong with it
+        self._opened = AsyncExitStack()
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Open, start, recover. Raises what failed, with everything closed again."""
+        async with AsyncExitStack() as opened:
+            self._lock.acquire()
+            opened.callback(self._lock.release)
+            MarkerFile(self.data / "marker.json").read()  # a damaged one is said before the models are loaded
+            await self._build()
+            await self.storage.open()
+            opened.push_async_callback(self.storage.close)
+            await self._check_chain()
+            opened.push_async_callback(self._training.close)
+            opened.push_async_callback(self._inference.close)
+            await self._training.start()
+            opened.push_async_callback(self._close_scenarios)
+            await self._recover()
+            self._opened = opened.pop_all()
+
+    async def _build(self) -> None:
+        config, data = self.config, self.data
+        foundation = await asyncio.to_thread(lay_foundation, config)
+        self._base, self._contents = foundation.base_content_id, foundation.contents
+        self.storage: Storage = SqliteStorage(
+            Path(config.storage.path or data / "reef.db"),
+            busy_timeout=config.storage.busy_timeout,
+            read_threads=config.storage.read_threads,
+        )
+        self._training, self._inference = build_runtimes(config, foundation)
+        self.handler: InferenceHandler = self._inference.handler
+        self.chat = ChatService(foundation.tokenizer, self.handler)
+        self._services = Services(
+            storage=self.storage,
+            contents=self._contents,
+            candidates=RuntimeCandidateBackend(self._training, self.chat.complete),
+            recipe=build_recipe(config.recipe),
+            evaluator=build_evaluator(config.evaluation, self._training),
+            turn=asyncio.Lock(),
+            scratch=data / "candidates",
+            base_content_id=self._base,
+            probe_ids=foundation.probe_ids,
+            released=self._collect_garbage,
+        )
+
+    async def _check_chain(self) -> None:
+        """Adapters fit one base model, one kind of trainer and so many slots. Raises ConfigError before any start."""
+        states = await self.storage.scenarios()
+        heads = {state.head.content_id for state in states} - {self._base}
+        if len(heads) > (slots := self.config.inference.max_loads):
+            raise ConfigError(
+                f"inference.max-loads is {slots}, but {len(heads)} scenarios in {self.data} have weights of their own: "
+                f"set it to {len(heads) + 1} or more (one slot is for the next candidate)"
+            )
+        for state in states:
+            base = (await self.storage.releases(state.scenario, limit=10_000_000))[-1]
+            if base.content_id != self._base:
+                raise ConfigError(
+                    f"inference.model-path: scenario {state.scenario!r} in {self.data} was begun on another base "
+                    "model; serve that one, or choose another reef.data-dir"
+                )
+            training = self.config.training
+            if isinstance(training, NoTraining) or state.head.content_id == self._base:
+                continue
+            kind = weight_kind(self._contents.path(state.head.content_id))
+            if kind != training.mode:
+                raise ConfigError(
+                    f"training.mode is {training.mode}, but the head of scenario {state.scenario!r} is {kind}: "
+                    f"start with training.mode {kind}, or choose another reef.data-dir"
+                )
+
+    async def _recover(self) -> None:
+        recovered = await self._training.recover(self.storage)
+        for state in await self.storage.scenarios():
+            self._scenarios[state.scenario] = Scenario(state, self._services)
+        marker = await self._training.marker()
+        rejected = marker is not None and marker.state is MarkerState.REJECTED and marker.candidate
+        if marker and rejected and await self.storage.commit_by_job(marker.job_id) is None:
+            scenario = self._scenarios.get(marker.scenario)
+            if scenario is not None:
+                await scenario.write_off_recovered(rejected, marker.error or "rejected before a restart")
+        for scenario in self._scenarios.values():
+            mine = recovered if recovered is not None and recovered.scenario == scenario.name else None
+            await scenario.start(mine)
+        await self.scenario(self.config.reef.default_scenario, create=True)
+
+    async def _collect_garbage(self) -> None:
+        """Keep every release's content, the newest optimizer states, and what rollback or promotion may still name."""
+        keep: set[str] = set()
+        marker = await self._training.marker()
+        if marker is not None and marker.candidate is not None:
+            keep |= {marker.candidate.content_id, marker.candidate.state_id or ""}
+        for scenario in self._scenarios:
+            releases = await self.storage.releases(scenario, limit=100_000)
+            keep |= {release.content_id for release in releases}
+            keep |= {release.state_id or "" for release in releases[:KEPT_STATES]}
+            for commit in await self.storage.commits(scenario, limit=KEPT_REJECTED):
+                found = commit.metrics.get("candidate", {})
+                keep |= {found.get("content_id", ""), found.get("state_id", "")}
+        freed = await asyncio.to_thread(self._contents.retain, keep)
+        log.debug("freed %d bytes of contents", freed)
+
+    async def close(self) -> None:
+        """Close in reverse order of start; nothing that fails keeps the rest open."""
+        await self._opened.aclose()
+
+    async def _close_scenarios(self) -> None:
+        for scenario in self._scenarios.values():
+            await scenario.close()
+
+    # ------------------------------------------------------------------ what routes use
+
+    def models(self) -> list[str]:
+        config = self.config.inference
+        return [config.served_model_name or Path(config.model_path).name]
+
+    def scenarios(self) -> list[Scenario]:
+        return list(self._scenarios.values())
+
+    async def scenario(self, name: str, *, create: bool) -> Scenario:
+        """Return the scenario; with `create`, make it on first use. Raises NotFound."""
+        if found := self._scenarios.get(name):
+            return found
+        if not create:
+            raise NotFound(f"there is no scenario {name!r}")
+        async with self._creating:
+            if found := self._scenarios.get(name):
+                return found
+            state = await self.storage.create_scenario(chain.base_release(name, self._base, time.time()))
+            await self._training.remember(state.head)
+            scenario = Scenario(state, self._services)
+            await scenario.start()
+            self._scenarios[name] = scenario
+            return scenario
+
+    async def health(self) -> list[str]:
+        """Why it cannot serve or store now; empty when it can."""
+        checked_at, reason = self._checked
+        if time.monotonic() - checked_at > HEALTH_SECONDS:
+            try:
+                await self.storage.check()
+                reason = ""
+            except StorageError as error:
+                reason = str(error)
+            self._checked = (time.monotonic(), reason)
+        return [text for text in (self._inference.health(), reason) if text]
+
+    def admit(self) -> None:
+        """Raises Unavailable, with the reason, while the engines cannot serve."""
+        self._inference.admit()
+
+    async def status(self) -> dict[str, Any]:
+        marker = await self._training.marker()
+        return {
+            "version": __version__,
+            "model": self.models()[0],
+            "uptime_seconds": round(time.time() - self.started_at, 1),
+            "health": await self.health(),
+            "training_health": self._training.health(),
+            "engines": await self._inference.reports(),
+            "residency": self._inference.residency,
+            "last_pause_seconds": self._inference.pause_seconds,
+            "job": None
+            if marker is None
+            else {"job_id": marker.job_id, "scenario": marker.scenario, "state": marker.state, "error": marker.error},
+            "scenarios": [await scenario.status() for scenario in self._scenarios.values()],
+        }
+
+
+def build(config: ReefConfig) -> Deployment:
+    """Return the deployment that `config` describes, not started."""
+    return Deployment(config)
