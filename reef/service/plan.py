@@ -10,8 +10,10 @@ from reef.artifact.base import base_content_id
 from reef.artifact.content import DirectoryContentStore
 from reef.inference.chat.tokenizer import ChatTokenizer
 from reef.inference.local.backend import LocalBackend
+from reef.inference.sglang.backend import SGLangBackend
+from reef.inference.sglang.config import SGLangConfig
 from reef.runtime.coordinator import DeploymentPlan
-from reef.runtime.interfaces import PauseMode, TrainingBackend
+from reef.runtime.interfaces import InferenceBackend, PauseMode, TrainingBackend
 from reef.runtime.publication import probe_ids
 from reef.service.config import NoTraining, ReefConfig
 from reef.service.workplace import ENGINE, TRAINER, Workplace
@@ -47,12 +49,7 @@ def lay_foundation(config: ReefConfig) -> Foundation:
 def build_plan(config: ReefConfig, foundation: Foundation) -> DeploymentPlan:
     """What a coordinator of this deployment would start; allocates nothing."""
     workplace = Workplace(config.execution, config.inference, config.training, foundation.data)
-    engines = LocalBackend(
-        config.inference,
-        partial(workplace.executor, ENGINE),
-        base_content_id=foundation.base_content_id,
-        host=workplace.data_plane_host,
-    )
+    engines, pause_mode = _inference(config, foundation, workplace)
     return DeploymentPlan(
         resources=workplace,
         inference=engines,
@@ -60,9 +57,23 @@ def build_plan(config: ReefConfig, foundation: Foundation) -> DeploymentPlan:
         directory=foundation.data,
         contents=foundation.contents,
         base_content_id=foundation.base_content_id,
-        pause_mode=PauseMode(config.inference.pause_mode),
+        pause_mode=pause_mode,
         probe_ids=foundation.probe_ids,
     )
+
+
+def _inference(config: ReefConfig, foundation: Foundation, workplace: Workplace) -> tuple[InferenceBackend, PauseMode]:
+    inference, training, base = config.inference, config.training, foundation.base_content_id
+    if isinstance(inference, SGLangConfig):
+        sharing = not isinstance(training, NoTraining) and training.options.disjoint_prefix_sharing
+        mode = inference.pausing(colocated=False, disjoint_prefix_sharing=sharing)
+        lora = isinstance(training, NoTraining) or training.mode == "lora"
+        logs = foundation.data / "logs"
+        return SGLangBackend(inference, mode=mode, lora=lora, base_content_id=base, logs=logs), mode
+    engines = LocalBackend(
+        inference, partial(workplace.executor, ENGINE), base_content_id=base, host=workplace.data_plane_host
+    )
+    return engines, PauseMode(inference.pause_mode)
 
 
 def _trainer(config: ReefConfig, workplace: Workplace) -> TrainingBackend | None:

@@ -1,4 +1,4 @@
-"""Real SGLang servers on a CPU, where `make engine-sglang` built their environment; one server a module."""
+"""Real SGLang servers on a CPU, where `make engine-sglang` built their environment; most tests share one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def engine_python() -> Path:
     return python
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def served(engine_python: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One engine that takes adapters and full weights, and runs at most eight requests at a time."""
     config = sglang_config(

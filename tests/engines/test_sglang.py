@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
-import signal
 
 import pytest
 
@@ -268,31 +266,3 @@ def test_handler_verifies_what_it_connects_to(served) -> None:
             await anext(handler.generate(request))
 
     asyncio.run(nothing())
-
-
-def test_scheduler_that_dies_cuts_requests_and_is_replaced(served) -> None:
-    """Last in this module: the engine is a new one afterwards."""
-
-    async def test(handler) -> None:
-        asked = start(handler, PROMPT, 2000)
-        await asked.has(2)
-        os.kill(scheduler(served), signal.SIGKILL)
-        answer = await asked.task
-        assert answer.ending is Ending.ENGINE_CUT and answer.error
-        await until(lambda: served.backend.health() is not None)
-        assert "engine-0" in served.backend.health()
-
-    served.run(test)
-
-
-def scheduler(served) -> int:
-    """Process id of the engine's scheduler."""
-    import subprocess
-
-    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
-    lease = served.backend._engines[0]._process._process.pid
-    family = {lease}
-    for _ in range(4):
-        family |= {int(pid) for pid, parent, _ in rows if int(parent) in family}
-    return next(int(pid) for pid, _, args in rows if int(pid) in family and "scheduler" in args)

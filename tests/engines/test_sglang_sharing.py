@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from reef.errors import BarrierError, EngineError
+from reef.errors import EngineError
 from reef.runtime.interfaces import Ending, PauseMode, WeightKind
 from tests.engines.sglang import PREFIX, ask, assert_scores, rescored, start, until
 
@@ -220,27 +220,5 @@ def test_two_adapters_share_nothing(served, adapters) -> None:
         replaced = await ask(handler, prompt, lane="a")
         assert (set(replaced.load_ids), replaced.cached_tokens) == ({third.runtime_load_id}, 0)
         assert_scores(replaced, served.model, prompt, adapters[2])
-
-    served.run(test)
-
-
-def test_flush_that_is_refused_fails_the_barrier_and_the_engine_is_replaced(served) -> None:
-    """Last in this module: the engine is a new one afterwards."""
-
-    async def test(handler) -> None:
-        asked = start(handler, [700, 701], 2000)
-        await asked.has(2)
-        await asyncio.to_thread(served.backend.pause, PauseMode.IN_PLACE)
-        with pytest.raises(BarrierError, match="refused POST /flush_cache"):
-            await asyncio.to_thread(served.backend.flush)
-        assert "flush_cache" in served.backend.health()
-        await asyncio.to_thread(served.backend.restart)
-        assert served.backend.health() is None
-        report = served.report()
-        assert report.paused and report.lanes == {} and report.loads == {"engine:0": "base"}
-        assert (await asked.task).ending is Ending.ENGINE_CUT
-        await handler.connect()
-        await asyncio.to_thread(served.backend.resume)
-        assert_scores(await ask(handler, PREFIX[:50]), served.model, PREFIX[:50])
 
     served.run(test)

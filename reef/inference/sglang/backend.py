@@ -15,12 +15,20 @@ from typing import Any, TypeVar
 
 from reef.errors import BarrierError, ConfigError, EngineError, EngineUncertain, ReefError, WorkerDied
 from reef.inference.sglang.config import DISABLE, SGLangConfig
-from reef.inference.sglang.control import EngineState
+from reef.inference.sglang.control import EngineState, Refused
 from reef.inference.sglang.engine import BorrowedEngine, Engine, ManagedEngine
 from reef.inference.sglang.environment import require_interpreter
 from reef.inference.sglang.router import Router
 from reef.inference.sglang.weights import check_weights_directory
-from reef.runtime.interfaces import BASE_LOAD_ID, EngineReport, InferenceBackend, PauseMode, WeightKind, WeightLoad
+from reef.runtime.interfaces import (
+    BASE_LOAD_ID,
+    EngineReport,
+    InferenceBackend,
+    PauseMode,
+    TransferSession,
+    WeightKind,
+    WeightLoad,
+)
 
 log = logging.getLogger("reef.sglang")
 
@@ -64,6 +72,7 @@ class SGLangBackend(InferenceBackend):
         self._router: Router | None = None
         self._share = True
         self._loads: dict[str, WeightLoad] = {}
+        self._adapters: dict[str, str] = {}  # load -> SGLang's name of its bytes, which loads of the same bytes share
         self._lanes: dict[str, str] = {}
         self._weights = BASE_LOAD_ID  # the load whose full weights every engine holds
         self._holds_base = True  # whether those are the base model's
@@ -125,8 +134,8 @@ class SGLangBackend(InferenceBackend):
                 raise
             self._stop()
         self._share = share
-        self._loads, self._lanes, self._weights, self._holds_base = {}, {}, BASE_LOAD_ID, True
-        self._paused = None
+        self._loads, self._adapters, self._lanes = {}, {}, {}
+        self._weights, self._holds_base, self._paused = BASE_LOAD_ID, True, None
         self._dtype = states[0].settings.dtype
         self._reset_borrowed(states)
         self._put_table()
@@ -253,31 +262,49 @@ class SGLangBackend(InferenceBackend):
     def stages(self, load: WeightLoad) -> bool:
         return load.kind is WeightKind.LORA or (load.path is None and self._holds_base)
 
+    def attach(self, session: TransferSession) -> None:
+        """Engines read what this machine's disk has; SGLang says so itself where a borrowed one does not."""
+        try:
+            found = (Path(session.directory) / "token").read_text()
+        except OSError as error:
+            raise EngineError(f"{session.directory} is not readable here: {error.strerror}") from error
+        if found != session.token:
+            raise EngineError(f"{session.directory} is not the trainer's: another token is there")
+
     def stage(self, load: WeightLoad) -> None:
-        if load.runtime_load_id in self._loads or load.runtime_load_id == BASE_LOAD_ID:
+        name = load.runtime_load_id
+        if name in self._loads or name == BASE_LOAD_ID:
             return
         if load.path is not None:
             check_weights_directory(load)
         if load.kind is WeightKind.LORA:
-            self._stage_adapter(load)
-        self._loads[load.runtime_load_id] = load
+            twin = next((one for one, other in self._loads.items() if other.content_id == load.content_id), None)
+            if twin is None:
+                self._load_adapter(name, str(load.path))
+            self._adapters[name] = name if twin is None else self._adapters[twin]
+        self._loads[name] = load
         self._put_table()
 
-    def _stage_adapter(self, load: WeightLoad) -> None:
+    def _load_adapter(self, name: str, path: str) -> None:
         if not self._lora:
-            raise EngineError(f"{load.runtime_load_id} is an adapter, and these engines were started for full weights")
+            raise EngineError(f"{name} is an adapter, and these engines were started for full weights")
         self._unload_retired()
         held = max(len(state.adapters) for state in self._states())
         if held >= self._config.max_loads:
             raise EngineError(f"{held} adapters are resident, the most that inference.max-loads allows")
-        name, path = load.runtime_load_id, str(load.path)
         outcomes = self._outcomes(lambda engine: engine.control.load_adapter(name, path))
         failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-        if failures and len(failures) < len(outcomes) and all(type(one) is not EngineUncertain for one in failures):
+        if failures and all(isinstance(one, Refused) for one in failures):  # nobody is in doubt: undo it on the others
             for engine, outcome in zip(self._engines, outcomes, strict=True):
                 if outcome is None:
-                    self._sure(lambda engine=engine: engine.control.unload_adapter(name))  # type: ignore[misc]
+                    self._undo(engine, name)
         self._raise_worst(f"loading {name}", outcomes)
+
+    def _undo(self, engine: Engine, name: str) -> None:
+        try:
+            engine.control.unload_adapter(name)
+        except ReefError as error:
+            raise self._doubted(EngineUncertain(f"loading {name} could not be undone: {error}")) from error
 
     def activate(self, lane: str, runtime_load_id: str) -> None:
         load = self._loads.get(runtime_load_id)
@@ -322,19 +349,33 @@ class SGLangBackend(InferenceBackend):
         return self._config.model_path if load is None or load.path is None else load.path
 
     def drop(self, runtime_load_id: str) -> None:
-        """An adapter that requests still use stays until they have ended: it is unloaded at a later call."""
+        """Requests that name it are refused from now on. An adapter that others still use is unloaded after them."""
         if runtime_load_id not in self._loads:
             return
         if runtime_load_id in self._lanes.values() or (runtime_load_id == self._weights and not self._holds_base):
             raise EngineError(f"drop: {runtime_load_id} is served")
         del self._loads[runtime_load_id]
+        self._adapters.pop(runtime_load_id, None)
         self._put_table()
         self._unload_retired()
 
+    def evict(self, runtime_load_id: str) -> bool:
+        adapter = self._adapters.get(runtime_load_id)
+        if any(state.adapters.get(adapter or "") for state in self._states()):
+            return False
+        self.drop(runtime_load_id)
+        return True
+
+    @property
+    def max_loads(self) -> int:
+        return self._config.max_loads
+
     def _unload_retired(self) -> None:
+        """Unload what no load names and no request uses: SGLang would hold every other load up until they end."""
+        named = set(self._adapters.values())
         for engine in self._engines:
             for name, in_use in engine.control.state().adapters.items():
-                if name not in self._loads and not in_use:
+                if name not in named and not in_use:
                     engine.control.unload_adapter(name)
 
     def score(self, runtime_load_id: str, token_ids: list[int]) -> list[list[float]]:
@@ -342,10 +383,10 @@ class SGLangBackend(InferenceBackend):
 
     def _put_table(self) -> None:
         base = self._weights if self._holds_base else BASE_LOAD_ID
-        loads = {BASE_LOAD_ID: _entry(self._base_content_id, False, base)}
+        loads = {BASE_LOAD_ID: _entry(self._base_content_id, None, base)}
         for name, load in self._loads.items():
             alias = load.path is None and self._holds_base  # another name for the base that is there
-            loads[name] = _entry(load.content_id, load.kind is WeightKind.LORA, base if alias else name)
+            loads[name] = _entry(load.content_id, self._adapters.get(name), base if alias else name)
         lanes = dict(self._lanes)
         self._all("telling the lanes", lambda engine: engine.control.put_table(lanes, loads, BASE_LOAD_ID))
 
@@ -418,20 +459,13 @@ class SGLangBackend(InferenceBackend):
                     log.warning("%s failed: %s", what, failure)
                     raise failure
 
-    def _sure(self, call: Callable[[], None]) -> None:
-        """Undo a part; if that fails too, nobody knows what the engine holds."""
-        try:
-            call()
-        except ReefError as error:
-            raise self._doubted(EngineUncertain(f"undoing a part failed: {error}")) from error
-
     def _doubted(self, error: EngineUncertain) -> EngineUncertain:
         with self._lock:
             self._doubt = self._doubt or str(error)
         return error
 
 
-def _entry(content_id: str, adapter: bool, weights: str) -> dict[str, Any]:
+def _entry(content_id: str, adapter: str | None, weights: str) -> dict[str, Any]:
     return {"content_id": content_id, "adapter": adapter, "weights": weights}
 
 
@@ -443,7 +477,7 @@ def _report(name: str, state: EngineState) -> EngineReport:
         load: entry["content_id"]
         for load, entry in state.loads.items()
         if entry["content_id"] == base
-        or (load in state.adapters if entry["adapter"] else entry["weights"] == state.weights)
+        or (entry["adapter"] in state.adapters if entry["adapter"] else entry["weights"] == state.weights)
     }
     return EngineReport(
         engine=name,

@@ -17,7 +17,8 @@ LANE, LOAD = "reef:lane:", "reef:load:"
 class Table:
     """`lanes`: lane -> runtime load ID.
 
-    `loads`: runtime load ID -> {"content_id": str, "adapter": bool, "weights": load ID of the full weights under it}.
+    `loads`: runtime load ID -> its `content_id`, its `adapter` (SGLang's name, or None), and `weights`, the load ID of
+    the full weights it is or lies over.
     """
 
     lanes: dict[str, str] = field(default_factory=dict)
@@ -44,7 +45,7 @@ def resolve(manager: Any, obj: Any) -> None:
     held = manager.config_value("weight_version")
     if not known["adapter"] and known["weights"] != held:
         raise ValueError(f"reef: the load {load} is not resident; this engine holds the full weights of {held}")
-    obj.lora_path = load if known["adapter"] else None
+    obj.lora_path = known["adapter"]
     obj.reef_load, obj.reef_under = load, held
 
 
