@@ -13,13 +13,13 @@ STAMP := $(VENV)/.reef-installed
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check bench crash docs install clean
+.PHONY: demo test check bench crash docs install engine-sglang clean
 
 demo: $(STAMP)
 	$(BIN)/reef demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --ignore=tests/engines $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -35,6 +35,11 @@ bench: $(STAMP)
 
 crash: $(STAMP)
 	$(BIN)/python -m crash $(ARGS)
+
+# Builds SGLang's environment in the user's cache unless it is there, and runs the real server on the CPU.
+engine-sglang: $(STAMP)
+	$(BIN)/python -m reef.inference.sglang.environment $(PIP_FLAGS)
+	$(BIN)/python -m pytest $(or $(ARGS),tests/engines)
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py

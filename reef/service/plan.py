@@ -65,8 +65,7 @@ def build_plan(config: ReefConfig, foundation: Foundation) -> DeploymentPlan:
 def _inference(config: ReefConfig, foundation: Foundation, workplace: Workplace) -> tuple[InferenceBackend, PauseMode]:
     inference, training, base = config.inference, config.training, foundation.base_content_id
     if isinstance(inference, SGLangConfig):
-        sharing = not isinstance(training, NoTraining) and training.options.disjoint_prefix_sharing
-        mode = inference.pausing(colocated=False, disjoint_prefix_sharing=sharing)
+        mode = inference.pausing(colocated=False, disjoint_prefix_sharing=False)
         lora = isinstance(training, NoTraining) or training.mode == "lora"
         logs = foundation.data / "logs"
         return SGLangBackend(inference, mode=mode, lora=lora, base_content_id=base, logs=logs), mode

@@ -64,7 +64,10 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
         data = await reader.read(_READ_BYTES)
         if not data:
             raise ConnectionError("the answer broke off")
-        parser.feed_data(data)
+        try:
+            parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            raise ConnectionError(f"the answer is not HTTP: {error}") from error
         pending += b"".join(answer.body)
         answer.body.clear()
         if parser.get_status_code() != 200:

@@ -13,18 +13,6 @@ PROCESS_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 times slower when there are more busy threads than cores; libgomp reads it once, when torch is imported."""
 
 
-class TorchOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, rename="kebab"):
-    """Key `training.options`."""
-
-    disjoint_prefix_sharing: Annotated[
-        bool,
-        msgspec.Meta(
-            description="without colocate: publications retract and flush, so that SGLang's engines may share prefixes "
-            "whatever keys they have"
-        ),
-    ] = False
-
-
 class TorchConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, rename="kebab"):
     """How candidates are trained. One optimizer step makes one candidate."""
 
@@ -55,7 +43,6 @@ class TorchConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     ] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], msgspec.Meta(description="auto: cuda if there is one")] = "auto"
     gradient_checkpointing: Annotated[bool, msgspec.Meta(description="recompute activations to save memory")] = False
-    options: Annotated[TorchOptions, msgspec.Meta(description="finer choices")] = TorchOptions()
 
     def __post_init__(self) -> None:
         if "lm_head" in self.lora_target_modules:
