@@ -59,21 +59,21 @@ async def stream_events(url: str, path: str, body: bytes, connect_timeout: float
 async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     answer = _Answer()
     parser = httptools.HttpResponseParser(answer)
-    pending = b""
+    pending, broken = b"", None
     while not answer.complete:
-        data = await reader.read(_READ_BYTES)
-        if not data:
+        if broken is not None:  # only now: what came before it counts
+            raise ConnectionError(f"the answer is not HTTP: {broken}")
+        if not (data := await reader.read(_READ_BYTES)):
             raise ConnectionError("the answer broke off")
         try:
             parser.feed_data(data)
         except httptools.HttpParserError as error:
-            raise ConnectionError(f"the answer is not HTTP: {error}") from error
+            broken = error
         pending += b"".join(answer.body)
         answer.body.clear()
-        if parser.get_status_code() != 200:
-            if answer.complete:
-                raise refused(parser.get_status_code(), pending.decode(errors="replace")[:500])
-            continue
-        *lines, pending = pending.split(b"\n")
-        for line in lines:
-            yield line.rstrip(b"\r")
+        if (status := parser.get_status_code()) == 200:
+            *lines, pending = pending.split(b"\n")
+            for line in lines:
+                yield line.rstrip(b"\r")
+        elif answer.complete:
+            raise refused(status, pending.decode(errors="replace")[:500])

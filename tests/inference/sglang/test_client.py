@@ -109,7 +109,9 @@ def test_lane_load_and_grammar_are_sent() -> None:
     assert body["lora_path"] == "reef:load:engine:9"
 
 
-@pytest.mark.parametrize("rest", [b"", framed('{"error": {"message": "gone", "code": 500}}'), DONE, framed("{broken"), b"x"])
+@pytest.mark.parametrize(
+    "rest", [b"", framed('{"error": {"message": "gone", "code": 500}}'), DONE, framed("{broken"), b"x"]
+)
 def test_an_answer_that_breaks_off_ends_with_a_cut(rest) -> None:
     chunks, _ = asked(HEAD + event([7], ["engine:3"]) + rest)
     assert [chunk.token_ids for chunk in chunks] == [[7], []]
