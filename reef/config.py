@@ -214,7 +214,23 @@ def known_keys() -> dict[str, Key]:
     return found
 
 
+NATIVE_FLAGS = {
+    "rollout-num-gpus": "inference.num-gpus",
+    "num-gpus-per-engine": "inference.tensor-parallel-size",
+    "rollout-num-gpus-per-engine": "inference.tensor-parallel-size",
+    "rollout-num-engines": "inference.engines",
+    "colocate": "training.colocate",
+}
+"""What trainers call resources of the engines, which belong to section `inference`; and one key of our own."""
+ENGINE_FLAGS = ("sglang-", "vllm-")
+
+
 def _unknown(dotted: str, origin: str) -> ConfigError:
+    section, _, name = dotted.replace("_", "-").partition(".")
+    name = name.removeprefix("options.")
+    if section == "training" and (name in NATIVE_FLAGS or name.startswith(ENGINE_FLAGS)):
+        owner = NATIVE_FLAGS.get(name, "a key of section inference")
+        return ConfigError(f"{dotted} ({origin}) is not the trainer's to say: set {owner} instead")
     return ConfigError(f"unknown key {dotted} ({origin}); the nearest known one is {nearest_key(dotted)}")
 
 

@@ -343,3 +343,40 @@ def test_documentation_is_current() -> None:
 def test_backends_of_one_section_know_their_own_keys() -> None:
     assert set(section_keys("training", "none")) == {"training.backend"}
     assert "training.learning-rate" in section_keys("training", "torch")
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("training.rollout-num-gpus", "inference.num-gpus"),
+        ("training.options.rollout_num_gpus_per_engine", "inference.tensor-parallel-size"),
+        ("training.options.colocate", "training.colocate"),
+        ("training.options.sglang-mem-fraction-static", "a key of section inference"),
+    ],
+)
+def test_a_trainers_own_flag_for_the_engines_is_refused_by_name(flag, instead):
+    with pytest.raises(ConfigError, match=f"{flag} .* is not the trainer's to say: set {instead} instead"):
+        resolve(flags={"inference.model-path": "m", "training.backend": "torch", flag: "2"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"inference.engines": "2", "inference.num-gpus": "1"}, "num-gpus must be 0 or one for each of the 2 engines"),
+        ({"inference.device": "cuda", "inference.num-gpus": "0"}, "num-gpus must be >= 1 with device cuda"),
+        ({"inference.device": "cpu", "inference.num-gpus": "1"}, "num-gpus must be 0 with device cpu"),
+        ({"inference.tensor-parallel-size": "2"}, "inference.tensor-parallel-size must be 1"),
+    ],
+)
+def test_the_engines_resources(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(flags={"inference.model-path": "m", **settings})
+
+
+def test_num_gpus_decides_what_the_device_leaves_open():
+    def device(number: str) -> str:
+        return resolve(
+            flags={"inference.model-path": "m", "inference.num-gpus": number}
+        ).config.inference.resolved_device
+
+    assert (device("0"), device("1")) == ("cpu", "cuda")

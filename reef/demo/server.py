@@ -22,10 +22,10 @@ TERMINATE_SECONDS = 25.0
 
 
 class Server:
-    """One `reef serve` with these command-line arguments; its output goes to `log`."""
+    """One `reef serve`, or another `command`, with these arguments; its output goes to `log`."""
 
-    def __init__(self, arguments: Sequence[str], log: Path) -> None:
-        self._arguments, self._log = arguments, log
+    def __init__(self, arguments: Sequence[str], log: Path, command: str = "serve") -> None:
+        self._arguments, self._log = [command, *arguments], log
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -37,7 +37,7 @@ class Server:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "reef.cli", "serve", *self._arguments],
+                [sys.executable, "-m", "reef.cli", *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

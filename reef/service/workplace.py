@@ -94,7 +94,7 @@ class Workplace(Resources):
             wanted = sum(one.workers * one.gpus for one in components)
             shared = wanted > cluster.devices > 0
             reservation = RayReservation(
-                cluster, plan(components, colocate=shared), timeout=min(120.0, execution.start_timeout)
+                cluster, plan(components, colocate=shared), name="workers", timeout=min(120.0, execution.start_timeout)
             )
             reservation.open()
             opened.callback(reservation.close)

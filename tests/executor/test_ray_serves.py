@@ -18,9 +18,9 @@ import ray  # noqa: E402
 from tests.test_end_to_end import Reef, worst_difference  # noqa: E402
 
 
-def workers() -> dict[str, int]:
-    """Process ids of the engine's and the trainer's actors, by name."""
-    named = [one for one in ray.util.list_named_actors(all_namespaces=True) if one["name"] in ("engine-0", "trainer-0")]
+def workers(*names: str) -> dict[str, int]:
+    """Process ids of the actors with these names."""
+    named = [one for one in ray.util.list_named_actors(all_namespaces=True) if one["name"] in names]
     places = [ray.get_actor(one["name"], namespace=one["namespace"]).where.remote() for one in named]
     return {one["name"]: place[1].pid for one, place in zip(named, ray.get(places, timeout=30), strict=True)}
 
@@ -40,7 +40,7 @@ def test_serve_learn_and_survive_on_a_borrowed_cluster(ray_cluster, tiny_model, 
     try:
         reef.teach()
         _, answer = reef.ask(temperature=0.0)
-        os.kill(workers()["engine-0"], signal.SIGKILL)
+        os.kill(workers("engine-0")["engine-0"], signal.SIGKILL)
         while reef.http.get("/healthz").status_code == 200:
             time.sleep(0.05)
         wait_for_health(reef)
@@ -50,10 +50,38 @@ def test_serve_learn_and_survive_on_a_borrowed_cluster(ray_cluster, tiny_model, 
         worst, loads = worst_difference(reef)
         assert worst < 1e-4 and len(loads) == 3
 
-        pids = list(workers().values())
+        pids = list(workers("engine-0", "trainer-0").values())
         assert len(pids) == 2 and not reef.children(), "the service has no worker process of its own"
         os.kill(reef.server.pid, signal.SIGKILL)
         assert gone_within(pids, 10), "an actor outlived its owner"
     finally:
         reef.server.stop()
     assert ray.get_runtime_context().gcs_address == address and ray_cluster.owned
+
+
+@pytest.mark.timeout(240)
+def test_a_coordinator_in_an_actor_is_replaced(ray_cluster, tiny_model, tmp_path):
+    address = ray.get_runtime_context().gcs_address
+    flags = {"execution.runtime": "ray_training", "execution.ray-address": address, "execution.cpus-per-worker": 0.5}
+    reef = Reef(tiny_model, tmp_path, **flags)
+    reef.start()
+    try:
+        reef.teach()
+        _, answer = reef.ask(temperature=0.0)
+        before = workers("coordinator-0", "engine-0", "trainer-0")
+        assert len(before) == 3 and not reef.children()
+        os.kill(before["coordinator-0"], signal.SIGKILL)
+        while reef.http.get("/healthz").status_code == 200:
+            time.sleep(0.05)
+        wait_for_health(reef)
+        assert gone_within(list(before.values()), 10), "a worker outlived its coordinator"
+        assert reef.ask(temperature=0.0)[1] == answer
+        reef.teach()
+        worst, loads = worst_difference(reef)
+        assert worst < 1e-4 and len(loads) == 2
+
+        after = list(workers("coordinator-0", "engine-0", "trainer-0").values())
+        os.kill(reef.server.pid, signal.SIGKILL)
+        assert len(after) == 3 and gone_within(after, 10), "an actor outlived its owner"
+    finally:
+        reef.server.stop()

@@ -14,7 +14,7 @@ from reef.recipe.config import RecipeConfig
 from reef.recipe.lookup import build_recipe
 from reef.records.sqlite import SqliteStorage
 from reef.runtime.coordinator import Coordinator
-from reef.runtime.deployment import CoordinatorRuntime, EngineRuntime, LocalChannel
+from reef.runtime.deployment import Channel, CoordinatorRuntime, EngineRuntime, LocalChannel
 from reef.runtime.interfaces import (
     Candidate,
     CandidateSampler,
@@ -69,13 +69,10 @@ class Harness:
         self.others: dict[str, Scenario] = {}
 
     async def boot(self) -> Harness:
-        self.engines, self.trainer = FakeEngines(self.faults), FakeTrainer(self.faults)
         self.storage = SqliteStorage(self.path / "reef.db")
         await self.storage.open()
         self.contents = DirectoryContentStore(self.path / "artifacts")
-        coordinator = Coordinator(plan_of(self.path, self.engines, self.trainer))
-        self.marker = coordinator._training._marker
-        channel = LocalChannel(coordinator)
+        channel = self.channel()
         self.inference = EngineRuntime(channel, IdleHandler)
         self.runtime = CoordinatorRuntime(channel, self.inference)
         await self.runtime.start()
@@ -96,6 +93,13 @@ class Harness:
         self.scenario = Scenario(state, services)
         await self.scenario.start(recovered)
         return self
+
+    def channel(self) -> Channel:
+        """To a coordinator with engines of its own."""
+        self.engines, self.trainer = FakeEngines(self.faults), FakeTrainer(self.faults)
+        coordinator = Coordinator(plan_of(self.path, self.engines, self.trainer))
+        self.marker = coordinator._training._marker
+        return LocalChannel(coordinator)
 
     async def _released(self) -> None:
         if self.released_error is not None:

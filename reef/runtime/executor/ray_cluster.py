@@ -251,12 +251,14 @@ class _Group:
 class RayReservation:
     """One placement group on a cluster, with a seat for every worker of the plan's components.
 
-    It is tied to this process: when that dies, Ray frees it, as it ends the actors in it.
+    It is tied to this process: when that dies, Ray frees it, as it ends the actors in it. If this process is an actor,
+    Ray frees it only with the driver; therefore one that has a `name` replaces what a predecessor left behind.
     """
 
-    def __init__(self, cluster: RayCluster, planned: Plan, *, timeout: float = 120.0) -> None:
+    def __init__(self, cluster: RayCluster, planned: Plan, *, name: str = "", timeout: float = 120.0) -> None:
         self.cluster = cluster
         self._plan = planned
+        self._name = name
         self._timeout = timeout
         self._group: _Group | None = None
         self._lock = Lock()
@@ -268,7 +270,8 @@ class RayReservation:
             {"CPU": bundle.cpus, "GPU": bundle.gpus, **(here if bundle.here else {})} for bundle in self._plan.bundles
         ]
         wanted = [{name: amount for name, amount in one.items() if amount} or {"CPU": 0.001} for one in wanted]
-        group = placement_group(wanted, strategy="PACK")
+        self._remove_predecessor()
+        group = placement_group(wanted, strategy="PACK", name=self._name)
         if not group.wait(self._timeout):
             remove_placement_group(group)
             raise ReefError(
@@ -309,6 +312,11 @@ class RayReservation:
         group, self._group = self._group, None
         if group is not None and ray.is_initialized():
             remove_placement_group(group.handle)
+
+    def _remove_predecessor(self) -> None:
+        if self._name:
+            with suppress(ValueError):  # there is none
+                remove_placement_group(ray.util.get_placement_group(self._name))
 
     def _check_here(self) -> None:
         """Several nodes can have one address, so the resource above does not settle it."""
