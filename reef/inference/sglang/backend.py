@@ -19,6 +19,7 @@ from reef.inference.sglang.control import EngineState, Refused
 from reef.inference.sglang.engine import BorrowedEngine, Engine, ManagedEngine
 from reef.inference.sglang.environment import require_interpreter
 from reef.inference.sglang.router import Router
+from reef.inference.sglang.table import engine_report, table_entry
 from reef.inference.sglang.weights import check_weights_directory
 from reef.runtime.interfaces import (
     BASE_LOAD_ID,
@@ -328,7 +329,7 @@ class SGLangBackend(InferenceBackend):
         return False
 
     def _replace_full(self, lane: str, runtime_load_id: str, load: WeightLoad | None) -> None:
-        others = {name for name, served in self._lanes.items() if name != lane and served != BASE_LOAD_ID}
+        others = {name for name, served in self._lanes.items() if name != lane and not self._is_base(served)}
         if others:
             raise EngineError(f"SGLang holds one set of full weights, and other lanes are served: {sorted(others)}")
         if runtime_load_id == self._weights:
@@ -344,6 +345,10 @@ class SGLangBackend(InferenceBackend):
         # Base weights that came back keep their new name: under the old one, requests that a barrier froze may have
         # cached what two sets of weights computed.
         self._weights, self._holds_base = runtime_load_id, load is None or load.path is None
+
+    def _is_base(self, runtime_load_id: str) -> bool:
+        load = self._loads.get(runtime_load_id)
+        return load is None or (load.path is None and load.kind is WeightKind.FULL)
 
     def _path_of(self, load: WeightLoad | None) -> str:
         return self._config.model_path if load is None or load.path is None else load.path
@@ -383,10 +388,10 @@ class SGLangBackend(InferenceBackend):
 
     def _put_table(self) -> None:
         base = self._weights if self._holds_base else BASE_LOAD_ID
-        loads = {BASE_LOAD_ID: _entry(self._base_content_id, None, base)}
+        loads = {BASE_LOAD_ID: table_entry(self._base_content_id, None, base)}
         for name, load in self._loads.items():
-            alias = load.path is None and self._holds_base  # another name for the base that is there
-            loads[name] = _entry(load.content_id, self._adapters.get(name), base if alias else name)
+            alias = self._is_base(name) and self._holds_base  # another name for the base that is there
+            loads[name] = table_entry(load.content_id, self._adapters.get(name), base if alias else name)
         lanes = dict(self._lanes)
         self._all("telling the lanes", lambda engine: engine.control.put_table(lanes, loads, BASE_LOAD_ID))
 
@@ -411,7 +416,7 @@ class SGLangBackend(InferenceBackend):
         self._all("restoring memory", restore)
 
     def reports(self) -> list[EngineReport]:
-        return [_report(engine.name, state) for engine, state in zip(self._engines, self._states(), strict=True)]
+        return [engine_report(engine.name, state) for engine, state in zip(self._engines, self._states(), strict=True)]
 
     @property
     def probe_tolerance(self) -> float:
@@ -463,34 +468,3 @@ class SGLangBackend(InferenceBackend):
         with self._lock:
             self._doubt = self._doubt or str(error)
         return error
-
-
-def _entry(content_id: str, adapter: str | None, weights: str) -> dict[str, Any]:
-    return {"content_id": content_id, "adapter": adapter, "weights": weights}
-
-
-def _report(name: str, state: EngineState) -> EngineReport:
-    """Loads that are resident, or are the base model's content, which always can be; one page is one token."""
-    schedulers = state.schedulers
-    base = state.loads[BASE_LOAD_ID]["content_id"]
-    resident = {
-        load: entry["content_id"]
-        for load, entry in state.loads.items()
-        if entry["content_id"] == base
-        or (entry["adapter"] in state.adapters if entry["adapter"] else entry["weights"] == state.weights)
-    }
-    return EngineReport(
-        engine=name,
-        lanes=state.lanes,
-        loads=resident,
-        paused=state.paused,
-        free_pages=sum(one.free_tokens for one in schedulers),
-        total_pages=sum(one.total_tokens for one in schedulers),
-        running=sum(one.running for one in schedulers),
-        waiting=sum(one.waiting for one in schedulers),
-        stats={
-            "cached_tokens": float(sum(one.cached_tokens for one in schedulers)),
-            "compiling": float(sum(one.compiling for one in schedulers)),
-            "resident_bytes": float(sum(one.resident_bytes for one in schedulers)),
-        },
-    )

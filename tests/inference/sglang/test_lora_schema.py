@@ -44,6 +44,13 @@ class FakeUnscopedRequest(FakeRequest):
         super().__init__(**{**given, "lora_id": None})
 
 
+class FakeCarelessRequest(FakeRequest):
+    """Tells only whether there is an adapter."""
+
+    def __init__(self, **given) -> None:
+        super().__init__(**{**given, "lora_id": "some" if given["lora_id"] else None})
+
+
 class FakePrivateCache(FakeCache):
     """Shares nothing with anybody."""
 
@@ -80,12 +87,13 @@ def test_scoped(monkeypatch) -> None:
     ("request_class", "cache", "key"),
     [
         (FakeUnscopedRequest, FakeCache, FakeKey),
+        (FakeCarelessRequest, FakeCache, FakeKey),
         (FakeRequest, FakePrivateCache, FakeKey),
         (FakeRequest, object, FakeKey),
         (FakeRequest, FakeCache, object),
         (object, FakeCache, FakeKey),
     ],
-    ids=["not keyed by adapter", "never shared", "no tree", "no key", "no request"],
+    ids=["not keyed by adapter", "keyed by any adapter", "never shared", "no tree", "no key", "no request"],
 )
 def test_whatever_is_missing_or_different_answers_no(monkeypatch, request_class, cache, key) -> None:
     pytest.importorskip("torch")

@@ -39,6 +39,7 @@ def resolve(manager: Any, obj: Any) -> None:
     """Before `TokenizerManager._validate_and_resolve_lora`. Raises ValueError, which SGLang answers with 400."""
     if not isinstance(obj.lora_path, str) or (load := TABLE.load(obj.lora_path)) is None:
         return
+    obj.lora_path = None  # a request that is refused holds no adapter
     known = TABLE.loads.get(load)
     if known is None:
         raise ValueError(f"reef: the load {load} is not resident")
