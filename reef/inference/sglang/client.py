@@ -13,7 +13,7 @@ import msgspec
 from reef.errors import ConfigError, InvalidRequest, ReefError, Unavailable, VerificationError
 from reef.inference.local.validation import check_request
 from reef.inference.sglang.control import EngineControl, EngineState, Refused
-from reef.inference.sglang.http import refused, stream_events
+from reef.inference.sglang.events import refused, stream_events
 from reef.runtime.interfaces import Ending, GenerateRequest, Grammar, InferenceHandler, SamplingParams, TokenChunk
 
 _STATE_SECONDS = 60.0

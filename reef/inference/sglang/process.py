@@ -41,7 +41,7 @@ class LeasedProcess:
         theirs, self._lease = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, str(_LEASE), str(theirs), *command],
+                [sys.executable, "-I", str(_LEASE), str(theirs), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
