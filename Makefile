@@ -13,7 +13,7 @@ STAMP := $(VENV)/.reef-installed
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check bench crash docs install engine-sglang clean
+.PHONY: demo test check bench crash gpu docs install engine-sglang clean
 
 demo: $(STAMP)
 	$(BIN)/reef demo $(ARGS)
@@ -40,6 +40,10 @@ crash: $(STAMP)
 engine-sglang: $(STAMP)
 	$(BIN)/python -m reef.inference.sglang.environment $(PIP_FLAGS)
 	$(BIN)/python -m pytest $(or $(ARGS),tests/engines)
+
+# Where torch finds no CUDA device, `python -m gpu` exits with 3 and runs nothing; ARGS="--device cpu" runs it there.
+gpu: $(STAMP)
+	$(BIN)/python -m gpu $(ARGS)
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py

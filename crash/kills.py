@@ -21,7 +21,16 @@ TRIGGERS: dict[Point, Trigger] = {
     Point.RESTART_TRAINER: "trainer dies",
 }
 ONLY_RETRACT = {Point.ENGINE_FLUSH}
-ONLY_COLOCATED = {Point.ENGINE_RELEASE_MEMORY, Point.ENGINE_RESTORE_MEMORY}
+ONLY_COLOCATED = {
+    Point.MEMORY_RELEASE,
+    Point.MEMORY_RESTORE,
+    Point.TAKE_DEVICE,
+    Point.GIVE_BACK_DEVICE,
+    Point.ENGINE_RELEASE_MEMORY,
+    Point.ENGINE_RESTORE_MEMORY,
+    Point.TRAINER_RELEASE_MEMORY,
+    Point.TRAINER_RESTORE_MEMORY,
+}
 
 # Where the service stands when somebody else dies.
 ENGINE_DIES_AT = (
@@ -41,6 +50,7 @@ ENGINE_DIES_AT = (
     Point.MARKER_REJECTING,
 )
 TRAINER_DIES_AT = (Point.MARKER_RUNNING, Point.TRAIN, Point.MARKER_CHECKPOINT, Point.COMMIT, Point.MARKER_COMPLETE)
+HAND_OVERS = (Point.MEMORY_RELEASE, Point.TAKE_DEVICE, Point.GIVE_BACK_DEVICE, Point.MEMORY_RESTORE)  # of both workers
 ROLLBACK_DIES_AT = (Point.MARKER_CHECKPOINT, Point.PAUSE, Point.MARKER_READY_TO_COMMIT, Point.COMMIT, Point.RESUME)
 
 # A second death, of the service that recovers from the first.
@@ -92,20 +102,29 @@ class Kind:
     def retracts(self) -> bool:
         return self.flags["inference.pause-mode"] == "retract"
 
+    @property
+    def colocated(self) -> bool:
+        return self.flags.get("training.colocate") == "true"
+
 
 KINDS = tuple(
     Kind(f"{mode}-{pause}", {"training.mode": mode, "inference.pause-mode": pause})
     for mode, pause in (("lora", "in_place"), ("full", "retract"), ("lora", "retract"), ("full", "in_place"))
+) + tuple(
+    Kind(f"{mode}-colocated", {"training.mode": mode, "inference.pause-mode": "retract", "training.colocate": "true"})
+    for mode in ("lora", "full")
 )
 
 
 def kills_of(kind: Kind) -> list[Kill]:
     """Every point and side that this deployment has, and the deaths of others; in the order of the points."""
-    unreached = ONLY_COLOCATED | (set() if kind.retracts else ONLY_RETRACT)
+    unreached = (set() if kind.colocated else ONLY_COLOCATED) | (set() if kind.retracts else ONLY_RETRACT)
     points = [point for point in Point if point not in unreached]
     found = [Kill(point, side, point.component, TRIGGERS.get(point, "load")) for point in points for side in SIDES]
     found += [Kill(point, side, "engine") for point in ENGINE_DIES_AT for side in SIDES]
     found += [Kill(point, side, "trainer") for point in TRAINER_DIES_AT for side in SIDES]
+    if kind.colocated:
+        found += [Kill(point, side, who) for point in HAND_OVERS for side in SIDES for who in ("engine", "trainer")]
     found += [Kill(point, side, "service", "rollback") for point in ROLLBACK_DIES_AT for side in SIDES]
     for (point, side), then in RECOVERY:
         found.append(Kill(point, side, "service", then=then))

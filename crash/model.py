@@ -11,8 +11,11 @@ TEMPLATE = (
 )
 
 
-def make_model(directory: Path) -> Path:
-    """Write model and tokenizer unless they are there; return the directory. float32, one token for each byte."""
+def make_model(directory: Path, dtype: str = "float32", **sizes: int) -> Path:
+    """Write model and tokenizer unless they are there; return the directory. One token for each byte.
+
+    `sizes` are of the LlamaConfig, in place of those of a model that is as small as can be.
+    """
     if (directory / "config.json").exists():
         return directory
     import torch
@@ -27,21 +30,26 @@ def make_model(directory: Path) -> Path:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|start|>", eos_token="<|end|>")
     fast.chat_template = TEMPLATE
     torch.manual_seed(0)
+    small = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **{**small, **sizes},
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         bos_token_id=256,
         eos_token_id=257,
-        initializer_range=0.3,  # far from uniform, so that a wrong weight shows in the log-probabilities
+        initializer_range=2.4
+        / sizes.get("hidden_size", 64)
+        ** 0.5,  # 0.3 in the small one: far from uniform, so that a wrong weight shows in the log-probabilities
     )
     scratch = directory.with_suffix(".partial")
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(scratch)
+    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(scratch)
     fast.save_pretrained(scratch)
     scratch.rename(directory)
     return directory

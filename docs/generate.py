@@ -19,7 +19,7 @@ HEADER = """# Configuration
 | --- | --- | --- |
 | default | nothing to do | `reef.port` is 8900 |
 | file | `--config FILE`, else `reef.yaml` in the working directory if there is one | `recipe:` / `batch-size: 8` |
-| environment | `REEF_SECTION__KEY`; hyphens become underscores, two end the section | `REEF_RECIPE__BATCH_SIZE=8` |
+| environment | `REEF_SECTION__KEY`; hyphens become underscores, two stand for a dot | `REEF_RECIPE__BATCH_SIZE=8` |
 | flag | `--section.key` | `--recipe.batch-size=8` |
 
 - In the environment and in flags, lists are JSON or `a,b`; mappings are JSON or `k=v,k=v`; `null` unsets an optional

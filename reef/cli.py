@@ -21,6 +21,7 @@ from reef import __version__
 from reef.client import DEFAULT_URL, ReefClient
 from reef.config import DEFAULT_FILE, DERIVED_DEFAULTS, Key, Resolved, inline_yaml, known_keys, nearest_key, resolve
 from reef.errors import ConfigError, ReefError
+from reef.verify.command import verify
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -399,6 +400,9 @@ def records(output: IO[str], scenario: str | None, url: str, token: str | None, 
         output.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
 
 
+root.add_command(verify)
+
+
 # ---------------------------------------------------------------------------------------------- printing
 
 
@@ -442,6 +446,12 @@ def _status_lines(answer: Mapping[str, Any]) -> list[str]:
         for title, numbers in (("waits", {name: n for name, n in waiting.items() if n}), ("consumed", spent)):
             if numbers:
                 lines.append(f"  {title}: " + ", ".join(f"{n} {name}" for name, n in numbers.items()))
+        if (use := scenario.get("prefixes")) and use["prompt_tokens"]:
+            share = use["hit_tokens"] / use["prompt_tokens"]
+            lines.append(
+                f"  prefixes: {share:.0%} of {use['prompt_tokens']} prompt tokens cached, "
+                f"{use['recomputed_tokens']} tokens computed again"
+            )
         for title, text in (("last", scenario["last_outcome"]), ("trouble", scenario["error"])):
             if text:
                 lines.append(f"  {title}: {text}")

@@ -4,9 +4,11 @@ A value comes from the highest layer that names it::
 
     defaults  <  YAML file  <  environment (REEF_SECTION__KEY)  <  flags (--section.key)
 
-In the environment hyphens become underscores: `recipe.batch-size` is `REEF_RECIPE__BATCH_SIZE`. Variables without
-the double underscore are not configuration. Text from the environment and from flags is read by the key's type; lists
-and mappings may be JSON or `a,b` and `k=v,k=v`. Everything that is wrong raises ConfigError and names key and origin.
+A section may hold structs of its own; their keys have one dot more: `training.options.keep-lora-base-resident`.
+In the environment hyphens become underscores, dots two of them: `recipe.batch-size` is `REEF_RECIPE__BATCH_SIZE`.
+Variables without the double underscore are not configuration. Text from the environment and from flags is read by the
+key's type; lists and mappings may be JSON or `a,b` and `k=v,k=v`. Everything that is wrong raises ConfigError and names
+key and origin.
 """
 
 from __future__ import annotations
@@ -32,11 +34,15 @@ from reef.inference.sglang.config import SGLangConfig
 from reef.recipe.config import EvaluationConfig, RecipeConfig
 from reef.records.config import StorageConfig
 from reef.runtime.config import ExecutionConfig
+from reef.runtime.interfaces import PauseMode
 from reef.service.config import NoTraining, ObservabilityConfig, ReefConfig, ServiceConfig
 from reef.train.torch_backend.config import TorchConfig
 
 DEFAULT_FILE = "reef.yaml"
-DERIVED_DEFAULTS = {"recipe.name": "scored where something trains, else record-only"}
+DERIVED_DEFAULTS = {
+    "recipe.name": "scored where something trains, else record-only",
+    "inference.pause-mode": "`in_place`; `retract` with training.colocate",
+}
 
 
 # section -> backend -> struct; the first backend is the default. "" marks a section with one struct for all.
@@ -75,7 +81,7 @@ class Key:
     @property
     def variable(self) -> str:
         """Name of the environment variable."""
-        return f"REEF_{self.section}__{self.name}".replace("-", "_").upper()
+        return f"REEF_{self.dotted}".replace(".", "__").replace("-", "_").upper()
 
     @property
     def expected(self) -> str:
@@ -119,13 +125,20 @@ class Resolved:
         lines: list[str] = []
         for section in SECTIONS:
             lines.append(f"{section}:")
+            struct = ""
             for dotted, value in self.values.items():
                 key = known_keys()[dotted]
-                if key.section == section:
-                    text = f"  {key.name}: {inline_yaml(value)}"
-                    if key.secret and value:
-                        text = f"  # {key.name}: (hidden)"
-                    lines.append(f"{text:<52}  # {self.origins[dotted]}")
+                if key.section != section:
+                    continue
+                parent, _, name = key.name.rpartition(".")
+                if parent != struct:
+                    struct = parent
+                    lines += [f"  {parent}:"] if parent else []
+                indent = "    " if parent else "  "
+                text = f"{indent}{name}: {inline_yaml(value)}"
+                if key.secret and value:
+                    text = f"{indent}# {name}: (hidden)"
+                lines.append(f"{text:<52}  # {self.origins[dotted]}")
         return "\n".join(lines) + "\n"
 
 
@@ -144,18 +157,40 @@ def resolve(
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     sections: dict[str, Any] = {}
+    if _colocates(settings):
+        settings.setdefault("inference.pause-mode", Setting("retract", "default with training.colocate", 0, text=False))
     for section in SECTIONS:
         backend = _choose_backend(section, settings, values, origins)
         if section == "recipe":
             settings.setdefault("recipe.name", _default_recipe(values["training.backend"]))
         sections[section] = _build_section(section, backend, settings, values, origins)
     config = ReefConfig(**sections)
+    _check_colocation(config, origins)
     return Resolved(config, values, origins, _warnings(config))
 
 
 def _default_recipe(training_backend: str) -> Setting:
     name = "record-only" if training_backend == "none" else "scored"
     return Setting(name, f"default with training.backend {training_backend}", 0, text=False)
+
+
+def _colocates(settings: Mapping[str, Setting]) -> bool:
+    keys = known_keys()
+    backend = settings.get("training.backend")
+    colocate = settings.get("training.colocate")
+    if backend is None or colocate is None or _read(keys["training.backend"], backend) == "none":
+        return False
+    return bool(_read(keys["training.colocate"], colocate))
+
+
+def _check_colocation(config: ReefConfig, origins: Mapping[str, str]) -> None:
+    """Raises ConfigError: memory whose requests are frozen in place cannot be lent."""
+    if getattr(config.training, "colocate", False) and config.inference.pause_mode is not PauseMode.RETRACT:
+        raise ConfigError(
+            f"inference.pause-mode must be retract with training.colocate ({origins['training.colocate']}): the "
+            f"trainer takes the memory that requests would be frozen in; got {config.inference.pause_mode} "
+            f"({origins['inference.pause-mode']})"
+        )
 
 
 def _warnings(config: ReefConfig) -> list[str]:
@@ -180,7 +215,7 @@ def section_keys(section: str, backend: str) -> dict[str, Key]:
         choices: Any = Literal[tuple(structs)]
         key = Key(section, "backend", choices, next(iter(structs)), "the integration that does it")
         found[key.dotted] = key
-    for item in msgspec.structs.fields(structs[backend]):
+    for name, item in _leaves(structs[backend]):
         if item.name == "backend" and found:
             continue
         default = item.default if item.default_factory is msgspec.NODEFAULT else item.default_factory()
@@ -189,10 +224,10 @@ def section_keys(section: str, backend: str) -> dict[str, Key]:
         if isinstance(info, kinds.Metadata):
             schema, extra = info.extra_json_schema or {}, info.extra or {}
         description = str(schema.get("description", ""))
-        owners = tuple(name for name, struct in structs.items() if item.name in struct.__struct_fields__)
+        owners = tuple(owner for owner, struct in structs.items() if name in dict(_leaves(struct)))
         key = Key(
             section,
-            item.encode_name,
+            name,
             item.type,
             default,
             description,
@@ -201,6 +236,21 @@ def section_keys(section: str, backend: str) -> dict[str, Key]:
         )
         found[key.dotted] = key
     return found
+
+
+def _leaves(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, msgspec.structs.FieldInfo]]:
+    """The fields that have values, by name; those of a struct within the struct by `<its name>.<name>`."""
+    for item in msgspec.structs.fields(struct):
+        name = prefix + item.encode_name
+        if (inner := _struct_of(item)) is not None:
+            yield from _leaves(inner, f"{name}.")
+        else:
+            yield name, item
+
+
+def _struct_of(item: msgspec.structs.FieldInfo) -> type[msgspec.Struct] | None:
+    kind = get_args(item.type)[0] if get_origin(item.type) is Annotated else item.type
+    return kind if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else None
 
 
 @cache
@@ -286,12 +336,21 @@ def _from_file(path: Path) -> dict[str, Setting]:
         if section not in SECTIONS:
             near = max(SECTIONS, key=lambda known: _ratio(section, known))
             raise ConfigError(f"unknown section {section} (file {path}:{line}); the nearest known one is {near}")
-        for name, value, inner in _children(nodes[section], content, path, section):
-            dotted, origin = f"{section}.{name}", f"file {path}:{inner}"
-            if dotted not in known_keys():
-                raise _unknown(dotted, origin)
-            settings[dotted] = Setting(value, origin, 1, text=False)
+        settings.update(_settings_below(nodes[section], content, path, section))
     return settings
+
+
+def _settings_below(node: yaml.Node, content: Any, path: Path, where: str) -> Iterator[tuple[str, Setting]]:
+    """What one mapping of the file sets: a section, or a struct within one."""
+    nodes = {key.value: value for key, value in node.value} if isinstance(node, yaml.MappingNode) else {}
+    for name, value, line in _children(node, content, path, where):
+        dotted, origin = f"{where}.{name}", f"file {path}:{line}"
+        if any(known.startswith(f"{dotted}.") for known in known_keys()):
+            yield from _settings_below(nodes[name], value, path, dotted)
+        elif dotted in known_keys():
+            yield dotted, Setting(value, origin, 1, text=False)
+        else:
+            raise _unknown(dotted, origin)
 
 
 def _children(node: yaml.Node | None, content: Any, path: Path, what: str) -> list[tuple[str, Any, int]]:
@@ -378,29 +437,32 @@ def _choose_backend(section: str, settings: dict[str, Setting], values: dict[str
 def _build_section(
     section: str, backend: str, settings: dict[str, Setting], values: dict[str, Any], origins: dict[str, str]
 ) -> msgspec.Struct:
-    struct, keys = SECTIONS[section][backend], section_keys(section, backend)
-    arguments: dict[str, Any] = {}
-    for item in msgspec.structs.fields(struct):
-        key = keys[f"{section}.{item.encode_name}"]
-        setting = settings.get(key.dotted)
-        if item.name == "backend" and backend:  # settled already
-            arguments["backend"] = backend
+    keys = section_keys(section, backend)
+    for key in keys.values():
+        if backend and key.name == "backend":  # settled already
             continue
-        if setting is None and item.required:
+        setting = settings.get(key.dotted)
+        if setting is None and key.required:
             raise ConfigError(
                 f"{key.dotted} is required: {key.description}; set --{key.dotted}, {key.variable} or the key in a file"
             )
-        if setting is not None:
-            arguments[item.name] = _read(key, setting)
-        values[key.dotted] = arguments.get(item.name, key.default)
+        values[key.dotted] = key.default if setting is None else _read(key, setting)
         origins[key.dotted] = setting.origin if setting else "default"
     try:
-        return struct(**arguments)
+        return _construct(SECTIONS[section][backend], f"{section}.", values)
     except ValueError as error:
         message = str(error) if str(error).startswith(f"{section}.") else f"{section}: {error}"
         blamed = [key for key in keys.values() if key.dotted in settings and key.name in message]
         origins_text = ", ".join(settings[key.dotted].origin for key in blamed)
         raise ConfigError(f"{message} ({origins_text})" if blamed else message) from error
+
+
+def _construct(struct: type[msgspec.Struct], prefix: str, values: dict[str, Any]) -> msgspec.Struct:
+    arguments: dict[str, Any] = {}
+    for item in msgspec.structs.fields(struct):
+        name, inner = prefix + item.encode_name, _struct_of(item)
+        arguments[item.name] = values[name] if inner is None else _construct(inner, f"{name}.", values)
+    return struct(**arguments)
 
 
 def _read(key: Key, setting: Setting) -> Any:

@@ -10,6 +10,7 @@ ReefError
 ├── Conflict              same id, other content; or a lost compare-and-swap
 ├── Unavailable           try again later: starting, recovering, closed admission
 ├── StorageError          the database or the disk refused a write
+│   └── DamagedRecord     a stored record is not what was stored
 ├── EngineError           an engine failed; the request was not completed
 │   └── EngineUncertain   the engine's weights or memory are in an unknown state: replace it
 ├── BarrierError          a pause barrier did not hold on every engine
@@ -68,6 +69,14 @@ class Unavailable(ReefError):
 
 class StorageError(ReefError):
     """The database or the disk refused a write; nothing was stored."""
+
+
+class DamagedRecord(StorageError):
+    """A stored record is not what was stored. `sequence` is its place in the store."""
+
+    def __init__(self, message: str, sequence: int) -> None:
+        super().__init__(message)
+        self.sequence = sequence
 
 
 class EngineError(ReefError):

@@ -64,6 +64,11 @@ class Point(enum.StrEnum):
     RESUME = "service.resume"
     DROP = "service.drop"
     RESTORE = "service.restore"
+    # Who has the device that a colocated deployment shares.
+    MEMORY_RELEASE = "service.memory.release"
+    MEMORY_RESTORE = "service.memory.restore"
+    GIVE_BACK_DEVICE = "service.memory.give_back"
+    TAKE_DEVICE = "service.memory.take"
     RESTART_ENGINES = "service.restart.engines"
     RESTART_TRAINER = "service.restart.trainer"
     # What an engine does when it is told to.
@@ -79,6 +84,8 @@ class Point(enum.StrEnum):
     # What the trainer does when it is told to.
     TRAINER_STEP = "trainer.step"
     TRAINER_WRITE = "trainer.write"
+    TRAINER_RELEASE_MEMORY = "trainer.release_memory"
+    TRAINER_RESTORE_MEMORY = "trainer.restore_memory"
 
     @property
     def component(self) -> str:

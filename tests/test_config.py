@@ -322,7 +322,7 @@ def test_the_printed_file_resolves_to_the_same_configuration(tmp_path: Path) -> 
     resolved = resolve(flags=flags)
     again = from_file(tmp_path, resolved.to_yaml())
     assert again.config == resolved.config
-    assert resolved.to_yaml().count("\n") == len(resolved.values) + len(SECTIONS)
+    assert resolved.to_yaml().count("\n") == len(resolved.values) + len(SECTIONS) + 1, "and training.options"
 
 
 def test_the_printed_file_shows_origins_and_hides_secrets() -> None:
@@ -380,3 +380,44 @@ def test_num_gpus_decides_what_the_device_leaves_open():
         ).config.inference.resolved_device
 
     assert (device("0"), device("1")) == ("cpu", "cuda")
+
+
+KEEP = "training.options.keep-lora-base-resident"
+
+
+def test_a_struct_within_a_section_has_dotted_keys_in_every_layer(tmp_path):
+    file = tmp_path / "reef.yaml"
+    file.write_text(
+        "inference: {model-path: m}\n"
+        "training:\n  backend: torch\n  colocate: true\n  options:\n    keep-lora-base-resident: true\n"
+    )
+    for resolved in (
+        resolve(file=file),
+        resolve(environ={"REEF_TRAINING__OPTIONS__KEEP_LORA_BASE_RESIDENT": "true"},
+                flags={**LEARNS, "training.colocate": "true"}),
+        resolve(flags={**LEARNS, "training.colocate": "true", KEEP: "true"}),
+    ):  # fmt: skip
+        assert resolved.config.training.options.keep_lora_base_resident and resolved.values[KEEP] is True
+    again = tmp_path / "again.yaml"
+    again.write_text(resolved.to_yaml())
+    assert resolve(file=again).config == resolved.config
+    file.write_text("training:\n  backend: torch\n  options: {keep-lora-bass: true}\n")
+    with pytest.raises(ConfigError, match=rf"unknown key training.options.keep-lora-bass .*:3.*{KEEP}"):
+        resolve(file=file)
+    file.write_text("training:\n  backend: torch\n  options: 3\n")
+    with pytest.raises(ConfigError, match=r"training\.options must be a mapping"):
+        resolve(file=file)
+    with pytest.raises(ConfigError, match=rf"training: options.keep-lora-base-resident .*flag --{KEEP}"):
+        resolve(flags={**LEARNS, KEEP: "true"})
+
+
+def test_what_is_shared_must_retract():
+    colocated = {**LEARNS, "training.colocate": "true"}
+    resolved = resolve(flags=colocated)
+    assert resolved.config.inference.pause_mode == "retract"
+    assert resolved.origins["inference.pause-mode"] == "default with training.colocate"
+    assert resolve(flags=LEARNS).config.inference.pause_mode == "in_place"
+    with pytest.raises(ConfigError, match=r"pause-mode must be retract with training.colocate .*got in_place \(flag"):
+        resolve(flags={**colocated, "inference.pause-mode": "in_place"})
+    switched_off = resolve(environ={"REEF_TRAINING__COLOCATE": "true"}, flags={**LEARNS, "training.backend": "none"})
+    assert switched_off.config.inference.pause_mode == "in_place"

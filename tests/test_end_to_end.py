@@ -5,8 +5,11 @@ Each case runs `reef serve` on the tiny model (float32) as a user would, and jud
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,6 +117,14 @@ class Reef:
                 return found
             found += page
 
+    def verify(self) -> dict[str, Any]:
+        """What `reef verify` says of the data directory; it must be clean."""
+        command = [sys.executable, "-m", "reef.cli", "verify", "--data-dir", self.directory / "data", "--json"]
+        done = subprocess.run(command, cwd=self.directory, capture_output=True, text=True, timeout=90)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+        [scenario] = json.loads(done.stdout)["scenarios"]
+        return scenario
+
     def releases(self) -> list[dict[str, Any]]:
         return self.http.get("/reef/scenarios/default/releases").json()["releases"]
 
@@ -202,6 +213,10 @@ def test_serve_learn_die_recover_and_roll_back(reef: Reef):
     kept = 2 if reef.flags["training.mode"] == "lora" else 0
     assert residency["used"] == kept, "adapters of older releases stay, full weights do not"
     assert sorted(load["state"] for load in residency["loads"]) == ["current"] + ["unused"] * kept
+    answers = len(reef.records())
+    reef.server.stop()
+    verified = reef.verify()
+    assert verified["answers"] == answers and all(release["tokens"] for release in verified["releases"])
 
 
 @pytest.mark.timeout(240)
@@ -218,6 +233,9 @@ def test_a_request_in_flight_continues_across_a_publication(reef: Reef):
     spans = crossing["generations"][0]["spans"]
     assert [span["runtime_load_id"] for span in spans] == ["engine:0", reef.head()["runtime_load_id"]]
     assert spans[0]["end"] == spans[1]["start"] and spans[1]["end"] == 3500
+    base, first = reef.verify()["releases"]  # while it serves
+    kept = spans[1]["end"] - spans[1]["start"] if reef.flags["inference.pause-mode"] == "in_place" else 0
+    assert (base["frozen_tokens"], first["frozen_tokens"]) == (0, kept)
 
 
 @pytest.mark.timeout(240)

@@ -1,9 +1,11 @@
-"""The content id of the base model: a hash of every file, remembered while names, sizes and times stay the same."""
+"""The base model of a deployment: its content id, a hash of every file, and what was last served of it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from reef.errors import ConfigError
@@ -11,8 +13,32 @@ from reef.errors import ConfigError
 WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin", ".json", ".jinja", ".model", ".txt")
 
 
-def base_content_id(model: Path, memory: Path) -> str:
+@dataclass(slots=True, frozen=True)
+class Serving:
+    """What a data directory was last served with; whoever reads the directory alone needs it."""
+
+    model_path: str
+    dtype: str  # what its engines compute in; empty: unknown
+
+
+def write_serving(data: Path, serving: Serving) -> None:
+    scratch = data / "serving.json.partial"
+    scratch.write_text(json.dumps(asdict(serving)))
+    os.replace(scratch, data / "serving.json")
+
+
+def read_serving(data: Path) -> Serving | None:
+    """None if the directory was never served, or the file is of no use."""
+    try:
+        return Serving(**json.loads((data / "serving.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def base_content_id(model: Path, memory: Path, *, keep: bool = True) -> str:
     """Hash the model file or directory `model`; `memory` is a small JSON file that saves hashing it again.
+
+    Without `keep` the memory is read and never written.
 
     Raises ConfigError if there is no model there.
     """
@@ -36,6 +62,8 @@ def base_content_id(model: Path, memory: Path) -> str:
         with path.open("rb") as file:
             digest.update(path.name.encode() + b"\0" + hashlib.file_digest(file, "sha256").digest())
     content_id = digest.hexdigest()
+    if not keep:
+        return content_id
     memory.parent.mkdir(parents=True, exist_ok=True)
     memory.write_text(json.dumps({"fingerprint": fingerprint, "content_id": content_id}))
     return content_id

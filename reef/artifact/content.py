@@ -35,7 +35,7 @@ class DirectoryContentStore(ContentStore):
     def __init__(self, root: Path) -> None:
         """Create the directories and sweep what crashed puts left. Raises StorageError."""
         self._blobs = root / "blobs"
-        self._contents = root / "contents"
+        self._contents = contents_of(root)
         self._staging = root / "staging"
         try:
             for directory in (self._blobs, self._contents, self._staging):
@@ -94,10 +94,7 @@ class DirectoryContentStore(ContentStore):
 
     def verify(self, content_id: str) -> None:
         """Read everything again. Raises NotFound, or StorageError naming the content whose bytes changed."""
-        directory = self.path(content_id)
-        hashes = {name: _hash_file(directory / name) for name in _regular_files(directory)}
-        if _content_id(hashes) != content_id:
-            raise StorageError(f"content {content_id} is damaged: its files are not those that were stored")
+        verify_content(self.path(content_id))
 
     def _add_file(self, source: Path, stage: Path, name: str) -> str:
         """Copy one file into the staged content, share it with its blob, and return its hash."""
@@ -164,6 +161,21 @@ class DirectoryContentStore(ContentStore):
                 pass  # in use
             finally:
                 os.close(descriptor)
+
+
+def contents_of(root: Path) -> Path:
+    """Where the contents of a store at `root` are, each under its id. Creates nothing."""
+    return root / "contents"
+
+
+def verify_content(directory: Path) -> None:
+    """Read a content's files again. Raises StorageError when they do not hash to the name of their directory."""
+    try:
+        hashes = {name: _hash_file(directory / name) for name in _regular_files(directory)}
+    except (OSError, ValueError) as error:
+        raise StorageError(f"content {directory.name} cannot be read: {error}") from error
+    if _content_id(hashes) != directory.name:
+        raise StorageError(f"content {directory.name} is damaged: its files are not those that were stored")
 
 
 def _regular_files(directory: Path) -> list[str]:

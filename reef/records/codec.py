@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from reef.errors import StorageError
+from reef.errors import DamagedRecord
 from reef.runtime.interfaces import (
     Ending,
     Generation,
@@ -108,13 +108,13 @@ def decode(
     digest: bytes,
     payload: bytes,
 ) -> Record:
-    """Raises StorageError when the payload is not what was stored, or was written by a newer Reef."""
+    """Raises DamagedRecord when the payload is not what was stored, or was written by a newer Reef."""
     try:
         content = _inflate(payload)
     except (zlib.error, ValueError) as error:
-        raise StorageError(f"record {record_id} is damaged: {error}") from error
+        raise DamagedRecord(f"record {record_id} is damaged: {error}", sequence) from error
     if _digest(kind, scenario, record_id, content) != digest:
-        raise StorageError(f"record {record_id} is damaged: its bytes are not those that were stored")
+        raise DamagedRecord(f"record {record_id} is damaged: its bytes are not those that were stored", sequence)
     if kind is RecordKind.INFERENCE:
         return _unpack_exchange(content, record_id, scenario, created_at, sequence)
     fields = json.loads(content.decode("utf-8", "surrogatepass"))

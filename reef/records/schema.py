@@ -89,6 +89,20 @@ def create_or_verify(path: Path, busy_timeout: float) -> None:
     _sync_directory(path.parent)
 
 
+def verify_readable(path: Path, busy_timeout: float) -> None:
+    """Make sure that there is a database that this Reef understands, writing nothing. Raises StorageError."""
+    if not path.is_file():
+        raise StorageError(f"there is no database at {path}")
+    try:
+        connection = connect_reader(path, busy_timeout)
+        try:
+            _verify_header(connection, path)
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        raise explain(error, path) from error
+
+
 def connect_writer(path: Path, busy_timeout: float) -> sqlite3.Connection:
     """A connection whose commits are durable: WAL, one fsync each (https://www.sqlite.org/pragma.html)."""
     connection = sqlite3.connect(path, timeout=busy_timeout, isolation_level=None, check_same_thread=False)
@@ -105,8 +119,11 @@ def connect_writer(path: Path, busy_timeout: float) -> sqlite3.Connection:
 
 
 def connect_reader(path: Path, busy_timeout: float) -> sqlite3.Connection:
+    """A connection that cannot write. SQLite may leave an empty -wal and an -shm beside the file."""
+    # Where those cannot be made (an archive) and no WAL waits to be read, the file may only be read as it is.
+    archived = not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists()
     return sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode=ro",
+        f"{path.absolute().as_uri()}?mode=ro" + ("&immutable=1" if archived else ""),
         uri=True,
         timeout=busy_timeout,
         isolation_level=None,
@@ -131,19 +148,24 @@ def explain(error: sqlite3.Error, path: Path) -> StorageError:
 
 def _verify(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("BEGIN IMMEDIATE")  # of two processes that create it, one waits and finds it created
-    (application,) = connection.execute("PRAGMA application_id").fetchone()
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if tables == 0:
         for statement in _TABLES.split(";\n"):
             connection.execute(statement)
         connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-    elif application != APPLICATION_ID:
-        raise StorageError(f"{path} is a database of another program: choose another storage.path")
-    elif version != SCHEMA_VERSION:
-        raise StorageError(f"{path} has schema {version}, this Reef knows {SCHEMA_VERSION}: use the Reef that wrote it")
+    else:
+        _verify_header(connection, path)
     connection.execute("COMMIT")
+
+
+def _verify_header(connection: sqlite3.Connection, path: Path) -> None:
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if application != APPLICATION_ID:
+        raise StorageError(f"{path} is a database of another program: choose another storage.path")
+    if version != SCHEMA_VERSION:
+        raise StorageError(f"{path} has schema {version}, this Reef knows {SCHEMA_VERSION}: use the Reef that wrote it")
 
 
 def _sync_directory(directory: Path) -> None:

@@ -41,13 +41,17 @@ _COLUMNS = "r.kind, r.record_id, r.scenario, r.created_at, r.seq, r.digest, r.pa
 class SqliteStorage(Storage):
     """One file, one event loop. Writes share one thread and its fsyncs, reads have connections of their own.
 
-    Several processes may open the same file; SQLite's lock orders their writes.
+    Several processes may open the same file; SQLite's lock orders their writes. With `read_only` nothing is created
+    or changed, and everything that would write raises StorageError.
     """
 
-    def __init__(self, path: Path, *, busy_timeout: float = 10.0, read_threads: int = 4) -> None:
+    def __init__(
+        self, path: Path, *, busy_timeout: float = 10.0, read_threads: int = 4, read_only: bool = False
+    ) -> None:
         self._path = path
         self._busy_timeout = busy_timeout
         self._read_threads = read_threads
+        self._read_only = read_only
         self._writer: GroupWriter | None = None
         self._readers: ThreadPoolExecutor | None = None
         self._reader = threading.local()
@@ -55,7 +59,11 @@ class SqliteStorage(Storage):
 
     async def open(self) -> None:
         """Raises StorageError saying what to do about a foreign, newer, damaged or unwritable file."""
-        if self._writer is not None:
+        if self._readers is not None:
+            return
+        if self._read_only:
+            await asyncio.to_thread(schema.verify_readable, self._path, self._busy_timeout)
+            self._readers = ThreadPoolExecutor(self._read_threads, thread_name_prefix="reef-reader")
             return
         await asyncio.to_thread(schema.create_or_verify, self._path, self._busy_timeout)
         self._writer = GroupWriter(
@@ -68,7 +76,7 @@ class SqliteStorage(Storage):
     async def close(self) -> None:
         """Finish what waits, then close. A closed storage may be opened again."""
         writer, readers = self._writer, self._readers
-        if writer is None or readers is None:
+        if readers is None:
             return
         self._writer = self._readers = None
         await asyncio.to_thread(readers.shutdown)
@@ -76,7 +84,8 @@ class SqliteStorage(Storage):
             connection.close()
         self._reader_connections.clear()
         self._reader = threading.local()
-        await writer.close()  # the last connection folds the WAL into the file
+        if writer is not None:
+            await writer.close()  # the last connection folds the WAL into the file
 
     async def append(self, record: Record) -> Record:
         encoded = await asyncio.to_thread(encode, record) if _size(record) > _LARGE else encode(record)
@@ -151,7 +160,7 @@ class SqliteStorage(Storage):
 
     async def _write(self, operation: Callable[[sqlite3.Connection], T], point: Point | None = None) -> T:
         if self._writer is None:
-            raise StorageError(f"{self._path} is not open")
+            raise StorageError(f"{self._path} is not open" + (" for writing" if self._read_only else ""))
         return await self._writer.submit(operation, point)
 
     async def _read(self, query: Callable[[sqlite3.Connection], T]) -> T:

@@ -19,8 +19,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from threading import RLock, Thread
+from threading import Lock, RLock, Thread
 
 from reef.errors import (
     BarrierError,
@@ -31,7 +32,7 @@ from reef.errors import (
     Unavailable,
     WorkerDied,
 )
-from reef.points import Point, crossing
+from reef.runtime.colocation import Colocation
 from reef.runtime.interfaces import (
     Candidate,
     ContentStore,
@@ -39,6 +40,7 @@ from reef.runtime.interfaces import (
     EngineReport,
     InferenceBackend,
     Marker,
+    MemoryRegion,
     PauseMode,
     Release,
     TrainingBackend,
@@ -77,6 +79,8 @@ class DeploymentPlan:
     base_content_id: str
     pause_mode: PauseMode
     probe_ids: list[int]
+    colocate: bool = False  # engines and trainer share their devices
+    resident: tuple[MemoryRegion, ...] = ()  # of the engines, during a colocated step
 
     def transfer(self) -> str:
         """The first way of the trainer's that the engines accept too. Raises ConfigError naming both lists."""
@@ -104,10 +108,13 @@ class Coordinator:
         self._publication = Publication(
             self._engines, plan.contents, plan.pause_mode, plan.base_content_id, plan.probe_ids
         )
-        self._training = TrainingCoordinator(
-            self._trainer, self._publication, plan.contents, MarkerFile(plan.directory / "marker.json")
-        )
+        self._colocation: Colocation | None = None
+        if plan.colocate and self._trainer is not None:
+            self._colocation = Colocation(self._publication, self._trainer, plan.resident)
+        marker = MarkerFile(plan.directory / "marker.json")
+        self._training = TrainingCoordinator(self._trainer, self._publication, plan.contents, marker, self._colocation)
         self._lock = RLock()  # one call, or one repair, at a time
+        self._steps_lock = Lock()  # not the other one, which a colocated step holds
         self._steps: dict[str, Future[Candidate]] = {}  # by job, until somebody has taken the outcome
         self._closers: list[tuple[str, Callable[[], None]]] = []  # in order of opening
         self._incarnation = secrets.token_hex(8)
@@ -137,6 +144,10 @@ class Coordinator:
         engines, trainer = self._engines, self._trainer
         if trainer is None:
             self._open("engines", engines.start, engines.close)
+            return
+        if self._colocation is not None:
+            self._open("engines", engines.start, engines.close)
+            self._open("trainer", partial(self._colocation.start_trainer, resume=False), trainer.close)
             return
         with ThreadPoolExecutor(2) as side_by_side:
             starts = [
@@ -189,7 +200,7 @@ class Coordinator:
         Asking again with the same job never begins a second step while the first one runs, or before its outcome was
         taken. Raises TrainingError, StorageError, EngineError, VerificationError, WorkerDied, Unavailable.
         """
-        with self._lock:
+        with self._steps_lock:
             if reason := self._supervisor.stopped.get("trainer"):
                 raise Unavailable(reason)
             step = self._steps.get(job.job_id)
@@ -219,7 +230,9 @@ class Coordinator:
             if (found := self._training.begin(job)) is not None:
                 return found
         try:
-            result = self._training.compute(job)
+            # Where the trainer takes the engines' device, nobody replaces an engine before the step is over.
+            with contextlib.nullcontext() if self._colocation is None else self._lock:
+                result = self._training.compute(job)
         except TrainingError as error:
             with self._lock:
                 self._training.fail(job, str(error))
@@ -286,6 +299,8 @@ class Coordinator:
             engines=engines,
             trainer=trainer,
             pause_seconds=self._publication.pause_seconds,
+            memory={} if self._colocation is None else dict(self._colocation.reports),
+            step_seconds=None if self._colocation is None else self._colocation.step_seconds,
             residency=self._publication.residency(),
         )
 
@@ -309,12 +324,14 @@ class Coordinator:
             return True
 
     def _trainer_trouble(self) -> str | None:
-        return None if self._trainer is None else self._trainer.health()
+        if self._trainer is None or (reason := self._trainer.health()) is None:
+            return None
+        return reason if self._training.trainer_may_start() else None
 
     def _restart_trainer(self) -> bool:
-        assert self._trainer is not None
-        with self._lock, crossing(Point.RESTART_TRAINER):
-            self._trainer.close()
-            self._trainer.start()
+        with self._lock:
+            if self._trainer_trouble() is None:  # a rollback began meanwhile; it needs no trainer
+                return False
+            self._training.restart_trainer()
             self._attach()
-        return True
+            return True

@@ -151,6 +151,11 @@ class EngineRuntime(InferenceRuntime):
         return self._status.pause_seconds if self._status is not None else None
 
     @property
+    def memory(self) -> dict[str, Any] | None:
+        status = self._status
+        return None if status is None or not status.memory else {"step_seconds": status.step_seconds, **status.memory}
+
+    @property
     def residency(self) -> dict[str, Any]:
         return self._status.residency if self._status is not None else {}
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -490,6 +490,25 @@ class WeightKind(enum.StrEnum):
     LORA = "lora"
 
 
+class MemoryRegion(enum.StrEnum):
+    """Memory of a device that its owner can give up and take again."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(slots=True, kw_only=True)
+class MemoryReport:
+    """How one owner of memory acknowledges a release or a restore."""
+
+    owner: str  # "engine-0", "trainer"
+    released: list[MemoryRegion]  # regions that hold nothing now
+    bytes_before: int  # what its process held of the device; resident memory on a CPU
+    bytes_after: int
+    device_free: int  # bytes that nobody held on the device afterwards
+
+
 @dataclass(slots=True, frozen=True)
 class TransferSession:
     """How weights go from this trainer to these engines, until either is replaced.
@@ -522,6 +541,18 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+    def release_memory(self) -> MemoryReport:
+        """Give the device back until `restore_memory`; no step in between. Only a colocated trainer is asked.
+
+        Whatever it raises, and a report in which WEIGHTS and OPTIMIZER are not released, makes it unusable: it is
+        closed, and started again before the next step.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot share its devices")
+
+    def restore_memory(self) -> MemoryReport:
+        """Take the device for the next step, from nothing: a job names its incumbent and optimizer state."""
+        raise NotImplementedError(f"{type(self).__name__} cannot share its devices")
 
     @property
     @abstractmethod
@@ -561,6 +592,16 @@ class WeightLoad:
 
 
 @dataclass(slots=True, kw_only=True)
+class PrefixUse:
+    """What prefix sharing did for one lane, since the engine was started."""
+
+    prompt_tokens: int = 0  # of the requests that were admitted
+    hit_tokens: int = 0  # of those, found in the prefix cache
+    hit_bytes: int = 0  # of keys and values that hits made unnecessary to compute
+    recomputed_tokens: int = 0  # computed again, because a publication or want of pages had dropped them
+
+
+@dataclass(slots=True, kw_only=True)
 class EngineReport:
     """What one engine says of itself; verification compares it with what was asked."""
 
@@ -573,7 +614,9 @@ class EngineReport:
     running: int
     waiting: int
     leaked: dict[str, str] = field(default_factory=dict)  # runtime load ID -> why it could not be freed
+    dtype: str = ""  # what it computes in, "float32" or "bfloat16"; empty: unknown
     stats: dict[str, float] = field(default_factory=dict)
+    prefixes: dict[str, PrefixUse] = field(default_factory=dict)  # by lane
 
 
 class InferenceBackend(ABC):
@@ -632,10 +675,19 @@ class InferenceBackend(ABC):
     def reports(self) -> list[EngineReport]: ...
 
     @abstractmethod
-    def release_memory(self) -> None: ...
+    def release_memory(self, regions: Collection[MemoryRegion]) -> list[MemoryReport]:
+        """Free `regions` (of WEIGHTS and KV_CACHE) on every paused engine; one report each. New requests wait.
+
+        With WEIGHTS go all loads, the base too. Whatever it raises, and a report that lacks a region, makes the engines
+        unusable until `restart`.
+        """
 
     @abstractmethod
-    def restore_memory(self) -> None: ...
+    def restore_memory(self) -> list[MemoryReport]:
+        """Take back what was released: an empty KV cache and, with WEIGHTS, the base load; others are staged again.
+
+        The engines stay paused, and lanes keep their load IDs. Errors as with `release_memory`.
+        """
 
     @abstractmethod
     def restart(self) -> None:
@@ -803,6 +855,11 @@ class InferenceRuntime(ABC):
         """How long the newest publication held the engines."""
 
     @property
+    def memory(self) -> dict[str, Any] | None:
+        """What engines and trainer acknowledged at the newest colocated step; None where they share nothing."""
+        return None
+
+    @property
     @abstractmethod
     def residency(self) -> dict[str, Any]:
         """What the engines hold besides the base load, for people."""
@@ -822,6 +879,8 @@ class CoordinatorStatus:
     engines: str | None  # why they cannot serve
     trainer: str | None  # why it cannot train
     pause_seconds: float | None = None
+    memory: dict[str, list[MemoryReport]] = field(default_factory=dict)  # of the newest hand-overs, if colocated
+    step_seconds: float | None = None  # for which the newest colocated step kept requests waiting
     residency: dict[str, Any] = field(default_factory=dict)  # what the engines hold besides the base load
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from reef.runtime.interfaces import (
     ContentStore,
     EngineReport,
     InferenceBackend,
+    MemoryRegion,
+    MemoryReport,
     PauseMode,
     Release,
     WeightKind,
@@ -232,6 +235,54 @@ class Publication:
         except (BarrierError, EngineError, VerificationError, WorkerDied) as error:
             log.warning("the engines are replaced at once: %s", error)
             self.rebuild(resume=True)
+
+    # ------------------------------------------------------------------ memory
+
+    def lend(self, regions: Collection[MemoryRegion]) -> list[MemoryReport]:
+        """Send every request back to the queue and free `regions` of every engine, until `reclaim`.
+
+        Whatever it raises (BarrierError, EngineUncertain, WorkerDied): the engines are unusable until replaced.
+        """
+        self._require_complete()
+        with self._usable_only_after("releasing the engines' memory"):
+            with crossing(Point.PAUSE):
+                self._engines.pause(PauseMode.RETRACT)
+            with crossing(Point.MEMORY_RELEASE):
+                reports = self._engines.release_memory(regions)
+            for report in reports:
+                if missing := set(regions) - set(report.released):
+                    raise EngineUncertain(f"{report.owner} did not release {', '.join(sorted(missing))}")
+        return reports
+
+    def reclaim(self, *, resume: bool) -> list[MemoryReport]:
+        """Take the memory back, load the committed heads under their own load IDs, and serve. Raises as `lend`."""
+        self._require_complete()
+        with self._usable_only_after("restoring the engines' memory"):
+            with crossing(Point.MEMORY_RESTORE):
+                reports = self._engines.restore_memory()
+            for report in reports:
+                if report.released:
+                    raise EngineUncertain(f"{report.owner} did not restore {', '.join(sorted(report.released))}")
+            with crossing(Point.RESTORE):
+                self._restore(list(self._heads.values()))
+            self._paused_at = None  # this was no publication
+            if resume:
+                self._resume()
+        return reports
+
+    def retire(self, reason: str) -> None:
+        """The engines are unusable until they are replaced."""
+        self._incomplete = reason
+
+    @contextmanager
+    def _usable_only_after(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.retire(f"{what} failed: {error}")
+            raise
+
+    # ------------------------------------------------------------------ replacement
 
     def rebuild(self, *, resume: bool) -> None:
         """Replace every engine, then restore the committed heads."""

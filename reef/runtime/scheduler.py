@@ -24,6 +24,7 @@ import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from reef.errors import (
@@ -37,6 +38,7 @@ from reef.errors import (
     WorkerDied,
 )
 from reef.points import Point, crossing
+from reef.runtime.colocation import Colocation
 from reef.runtime.interfaces import (
     Candidate,
     ContentStore,
@@ -67,11 +69,14 @@ class TrainingCoordinator:
         publication: Publication,
         contents: ContentStore,
         marker: MarkerFile,
+        colocation: Colocation | None = None,
     ) -> None:
+        """With `colocation` the trainer shares the engines' device: a step keeps requests waiting."""
         self._trainer = trainer
         self._publication = publication
         self._contents = contents
         self._marker = marker
+        self.colocation = colocation
         self._owed: tuple[float, Release] | None = None  # committed, but its engines are not resumed yet
 
     def marker(self) -> Marker | None:
@@ -105,10 +110,15 @@ class TrainingCoordinator:
         return None
 
     def compute(self, job: TrainJob) -> TrainResult:
-        """The step itself. It touches neither the marker nor the engines, so any thread may call it meanwhile.
+        """The step itself. It touches neither the marker nor, unless colocated, the engines: any thread may call it.
 
-        Raises TrainingError (the batch is at fault), StorageError, WorkerDied.
+        Raises TrainingError (the batch is at fault), StorageError, WorkerDied; colocated, also BarrierError and
+        EngineUncertain, before the step.
         """
+        with nullcontext() if self.colocation is None else self.colocation.step():
+            return self._compute(job)
+
+    def _compute(self, job: TrainJob) -> TrainResult:
         assert self._trainer is not None
         try:
             with crossing(Point.TRAIN):
@@ -285,6 +295,8 @@ class TrainingCoordinator:
 
     def repair_engines(self) -> None:
         """Replace dead engines by fresh ones with the committed heads; they stay paused behind an open commit gate."""
+        if self.colocation is not None:
+            self.colocation.make_room()
         marker = self._marker.read()
         if self._owed is not None and marker is not None:
             self._publication.rebuild(resume=True)
@@ -306,6 +318,23 @@ class TrainingCoordinator:
             marker.state = MarkerState.UPDATING_WEIGHTS
             self._marker.write(marker)
             self._publication.rebuild(resume=False)
+
+    def trainer_may_start(self) -> bool:
+        """False while that would take the device from engines that hold a candidate."""
+        if self.colocation is None:
+            return True
+        marker = self._marker.read()
+        return self._owed is None and (marker is None or marker.state in (*SETTLED, MarkerState.RUNNING))
+
+    def restart_trainer(self) -> None:
+        """Replace the trainer. Raises what it raised at its start."""
+        assert self._trainer is not None
+        with crossing(Point.RESTART_TRAINER):
+            self._trainer.close()
+            if self.colocation is None:
+                self._trainer.start()
+            else:
+                self.colocation.start_trainer(resume=True)
 
     def _require_idle(self, found: Marker | None, job_id: str) -> None:
         if found is not None and found.state not in SETTLED and found.job_id != job_id:

@@ -35,6 +35,7 @@ from reef.runtime.interfaces import (
     Disposition,
     Evaluation,
     Evaluator,
+    PauseMode,
     Recipe,
     Release,
     ReleaseKind,
@@ -67,6 +68,7 @@ class Services:
     base_content_id: str
     probe_ids: list[int]
     released: Callable[[], Awaitable[None]]  # called after every release, while the turn is still held
+    pause_mode: PauseMode = PauseMode.IN_PLACE  # what a publication does to requests in flight; releases say it
 
 
 @dataclass(slots=True)
@@ -261,6 +263,7 @@ class Steps:
         assert flight.evaluation is not None and flight.decision is not None
         if flight.commit is None:
             release = chain.next_release(self.head, candidate, flight.evaluation, time.time())
+            release.metrics["pause_mode"] = str(self._services.pause_mode)  # may older KV lie under its tokens?
             flight.commit = Commit(
                 commit_id=candidate.job_id,
                 scenario=self.name,

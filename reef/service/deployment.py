@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from reef import __version__
 from reef.artifact import chain
+from reef.artifact.base import Serving, write_serving
 from reef.errors import ConfigError, NotFound, StorageError
 from reef.inference.chat.service import ChatService
 from reef.recipe.lookup import build_evaluator, build_recipe
 from reef.records.lock import DirectoryLock
 from reef.records.sqlite import SqliteStorage
-from reef.runtime.interfaces import InferenceHandler, MarkerState, Storage
+from reef.runtime.interfaces import EngineReport, InferenceHandler, MarkerState, PauseMode, PrefixUse, Storage
 from reef.runtime.publication import weight_kind
 from reef.runtime.recovery import MarkerFile
 from reef.scenario.candidates import RuntimeCandidateBackend
@@ -63,6 +66,8 @@ class Deployment:
             await self._training.start()
             opened.push_async_callback(self._close_scenarios)
             await self._recover()
+            dtype = next((report.dtype for report in await self._inference.reports()), "")
+            write_serving(self.data, Serving(str(Path(self.config.inference.model_path).resolve()), dtype))
             self._opened = opened.pop_all()
 
     async def _build(self) -> None:
@@ -88,6 +93,7 @@ class Deployment:
             base_content_id=self._base,
             probe_ids=foundation.probe_ids,
             released=self._collect_garbage,
+            pause_mode=PauseMode(config.inference.pause_mode),
         )
 
     async def _check_chain(self) -> None:
@@ -198,20 +204,31 @@ class Deployment:
 
     async def status(self) -> dict[str, Any]:
         marker = await self._training.marker()
+        engines = await self._inference.reports()
         return {
             "version": __version__,
             "model": self.models()[0],
             "uptime_seconds": round(time.time() - self.started_at, 1),
             "health": await self.health(),
             "training_health": self._training.health(),
-            "engines": await self._inference.reports(),
+            "engines": engines,
             "residency": self._inference.residency,
             "last_pause_seconds": self._inference.pause_seconds,
+            "memory": self._inference.memory,
             "job": None
             if marker is None
             else {"job_id": marker.job_id, "scenario": marker.scenario, "state": marker.state, "error": marker.error},
-            "scenarios": [await scenario.status() for scenario in self._scenarios.values()],
+            "scenarios": [
+                {**await scenario.status(), "prefixes": _prefix_use(engines, scenario.name)}
+                for scenario in self._scenarios.values()
+            ],
         }
+
+
+def _prefix_use(engines: Sequence[EngineReport], lane: str) -> dict[str, int]:
+    """What prefix sharing did for the lane, over all engines."""
+    uses = [asdict(engine.prefixes.get(lane, PrefixUse())) for engine in engines]
+    return {name: sum(use[name] for use in uses) for name in asdict(PrefixUse())}
 
 
 def build(config: ReefConfig) -> Deployment:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from reef.artifact.base import base_content_id
 from reef.artifact.content import DirectoryContentStore
@@ -13,7 +14,7 @@ from reef.inference.local.backend import LocalBackend
 from reef.inference.sglang.backend import SGLangBackend
 from reef.inference.sglang.config import SGLangConfig
 from reef.runtime.coordinator import DeploymentPlan
-from reef.runtime.interfaces import InferenceBackend, PauseMode, TrainingBackend
+from reef.runtime.interfaces import InferenceBackend, MemoryRegion, PauseMode, TrainingBackend
 from reef.runtime.publication import probe_ids
 from reef.service.config import NoTraining, ReefConfig
 from reef.service.workplace import ENGINE, TRAINER, Workplace
@@ -59,20 +60,33 @@ def build_plan(config: ReefConfig, foundation: Foundation) -> DeploymentPlan:
         base_content_id=foundation.base_content_id,
         pause_mode=pause_mode,
         probe_ids=foundation.probe_ids,
+        **_sharing(config),
     )
 
 
 def _inference(config: ReefConfig, foundation: Foundation, workplace: Workplace) -> tuple[InferenceBackend, PauseMode]:
     inference, training, base = config.inference, config.training, foundation.base_content_id
     if isinstance(inference, SGLangConfig):
-        mode = inference.pausing(colocated=False, disjoint_prefix_sharing=False)
-        lora = isinstance(training, NoTraining) or training.mode == "lora"
+        trains = None if isinstance(training, NoTraining) else training
+        colocated = trains is not None and trains.colocate
+        sharing = trains is not None and trains.options.disjoint_prefix_sharing
+        mode = inference.pausing(colocated=colocated, disjoint_prefix_sharing=sharing)
+        lora = trains is None or trains.mode == "lora"
         logs = foundation.data / "logs"
-        return SGLangBackend(inference, mode=mode, lora=lora, base_content_id=base, logs=logs), mode
-    engines = LocalBackend(
+        engines = SGLangBackend(inference, mode=mode, lora=lora, colocated=colocated, base_content_id=base, logs=logs)
+        return engines, mode
+    local = LocalBackend(
         inference, partial(workplace.executor, ENGINE), base_content_id=base, host=workplace.data_plane_host
     )
-    return engines, PauseMode(inference.pause_mode)
+    return local, PauseMode(inference.pause_mode)
+
+
+def _sharing(config: ReefConfig) -> dict[str, Any]:
+    training = config.training
+    if isinstance(training, NoTraining):
+        return {}
+    resident = (MemoryRegion.WEIGHTS,) if training.options.keep_lora_base_resident else ()
+    return {"colocate": training.colocate, "resident": resident}
 
 
 def _trainer(config: ReefConfig, workplace: Workplace) -> TrainingBackend | None:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from reef.errors import ConfigError
 from reef.inference.local.config import LocalConfig
 from reef.inference.sglang.config import SGLangConfig
 from reef.records.lock import DirectoryLock
@@ -91,8 +92,13 @@ class Workplace(Resources):
             cluster.open()
             opened.callback(cluster.close)
             components = self._components(cluster.devices)
+            shared = not isinstance(self._training, NoTraining) and self._training.colocate
             wanted = sum(one.workers * one.gpus for one in components)
-            shared = wanted > cluster.devices > 0
+            if wanted > cluster.devices and not shared:
+                raise ConfigError(
+                    f"engines and trainer want {wanted:g} devices and the Ray cluster has {cluster.devices}: "
+                    "set training.colocate to let them share, or inference.device and training.device to cpu"
+                )
             reservation = RayReservation(
                 cluster, plan(components, colocate=shared), name="workers", timeout=min(120.0, execution.start_timeout)
             )

@@ -8,10 +8,12 @@ import json
 import pytest
 
 from reef.errors import EngineError
-from reef.runtime.interfaces import Ending, PauseMode, WeightKind
+from reef.runtime.interfaces import Ending, MemoryRegion, PauseMode, WeightKind
 from tests.engines.sglang import PREFIX, ask, assert_scores, rescored, start, until
 
 pytestmark = pytest.mark.timeout(1200)  # a server starts in half a minute, on a busy machine in many
+
+REGIONS = [MemoryRegion.WEIGHTS, MemoryRegion.KV_CACHE]
 
 SCHEMA = {
     "type": "object",
@@ -153,11 +155,10 @@ def test_colocated_release_and_restore_behind_the_barrier(served, weights) -> No
         backend = served.backend
         await asyncio.to_thread(backend.stage, load)
         await asyncio.to_thread(backend.pause, PauseMode.RETRACT)
-        full = served.report().stats["resident_bytes"]
-        await asyncio.to_thread(backend.release_memory)
-        released = served.report().stats["resident_bytes"]
+        [given] = await asyncio.to_thread(backend.release_memory, REGIONS)
         weights_bytes = (served.model / "model.safetensors").stat().st_size
-        assert full - released > 0.9 * weights_bytes, (full, released)
+        assert given.bytes_before - given.bytes_after > 0.9 * weights_bytes, given
+        assert (given.owner, set(given.released)) == ("engine-0", set(REGIONS))
         await asyncio.to_thread(backend.restore_memory)
         await asyncio.to_thread(backend.activate, "", load.runtime_load_id)
         await asyncio.to_thread(backend.resume)
@@ -177,7 +178,7 @@ def test_memory_is_restored_with_the_weights_that_were_there(served) -> None:
     async def test(handler) -> None:
         before = await ask(handler, PREFIX[:50])
         await asyncio.to_thread(served.backend.pause, PauseMode.RETRACT)
-        await asyncio.to_thread(served.backend.release_memory)
+        await asyncio.to_thread(served.backend.release_memory, REGIONS)
         await asyncio.to_thread(served.backend.restore_memory)
         await asyncio.to_thread(served.backend.restore_memory)  # harmless when nothing is released
         await asyncio.to_thread(served.backend.resume)
@@ -192,7 +193,7 @@ def test_memory_is_not_released_under_frozen_requests(served) -> None:
     served.backend.pause(PauseMode.IN_PLACE)
     try:
         with pytest.raises(EngineError, match="behind a barrier that retracted"):
-            served.backend.release_memory()
+            served.backend.release_memory(REGIONS)
     finally:
         served.backend.resume()
 

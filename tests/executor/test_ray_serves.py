@@ -15,6 +15,11 @@ needs("ray", "torch", "transformers", "peft", "openai")
 
 import ray  # noqa: E402
 
+from reef.errors import ConfigError  # noqa: E402
+from reef.inference.local.config import LocalConfig  # noqa: E402
+from reef.runtime.config import ExecutionConfig  # noqa: E402
+from reef.service.workplace import Workplace  # noqa: E402
+from reef.train.torch_backend.config import TorchConfig  # noqa: E402
 from tests.test_end_to_end import Reef, worst_difference  # noqa: E402
 
 
@@ -85,3 +90,15 @@ def test_a_coordinator_in_an_actor_is_replaced(ray_cluster, tiny_model, tmp_path
         assert len(after) == 3 and gone_within(after, 10), "an actor outlived its owner"
     finally:
         reef.server.stop()
+
+
+def test_devices_are_shared_only_where_it_is_asked_for(ray_cluster, tmp_path):
+    execution = ExecutionConfig(executor="ray", ray_address=ray.get_runtime_context().gcs_address, cpus_per_worker=0.1)
+    engines = LocalConfig(model_path="model", device="cuda", engines=2)
+    alone = Workplace(execution, engines, TorchConfig(device="cuda"), tmp_path)
+    with pytest.raises(ConfigError, match="want 3 devices and the Ray cluster has 2: set training"):
+        alone.open()
+    alone.close()
+    sharing = Workplace(execution, engines, TorchConfig(device="cuda", colocate=True), tmp_path)
+    sharing.open()
+    sharing.close()

@@ -78,5 +78,10 @@ class Reader:
                 await asyncio.sleep(0.002)
 
 
+async def control(function, *args):
+    """A control call, from a thread: it blocks."""
+    return await asyncio.to_thread(function, *args)
+
+
 def run(coroutine, seconds: float = 60.0):
     return asyncio.run(asyncio.wait_for(coroutine, seconds))

@@ -22,8 +22,8 @@ from reef.errors import BarrierError, EngineError, EngineUncertain, Unavailable,
 from reef.inference.local.backend import LocalBackend
 from reef.inference.local.client import LocalHandler
 from reef.runtime.executor import make_executor
-from reef.runtime.interfaces import BASE_LOAD_ID, Ending, EngineReport, PauseMode, WeightKind, WeightLoad
-from tests.inference.engines import Reader, ask, other_weights, run, tiny_config
+from reef.runtime.interfaces import BASE_LOAD_ID, Ending, EngineReport, MemoryRegion, PauseMode, WeightKind, WeightLoad
+from tests.inference.engines import Reader, ask, control, other_weights, run, tiny_config
 
 LOAD = WeightLoad(runtime_load_id="engine:1", content_id="c1", kind=WeightKind.FULL, path="/some/where")
 
@@ -67,10 +67,6 @@ async def client(backend):
     await handler.close()
 
 
-async def control(function, *args):
-    return await asyncio.to_thread(function, *args)
-
-
 def test_two_replicas_share_the_load_and_agree(pair):
     backend, _ = pair
 
@@ -88,6 +84,17 @@ def test_two_replicas_share_the_load_and_agree(pair):
     assert backend.probe_tolerance == 1e-3
     assert [report.engine for report in backend.reports()] == ["engine-0", "engine-1"]
     assert backend.health() is None
+
+
+def test_each_engine_acknowledges_its_memory(pair):
+    backend, _ = pair
+    backend.pause(PauseMode.RETRACT)
+    released = backend.release_memory([MemoryRegion.KV_CACHE, MemoryRegion.WEIGHTS])
+    assert [(one.owner, len(one.released)) for one in released] == [("engine-0", 2), ("engine-1", 2)]
+    assert [one.released for one in backend.restore_memory()] == [[], []]
+    for load in {load for report in backend.reports() for load in report.lanes.values()} - {BASE_LOAD_ID}:
+        backend.stage(WeightLoad(runtime_load_id=load, content_id="base", kind=WeightKind.FULL, path=None))
+    backend.resume()
 
 
 def test_a_publication_reaches_every_replica(pair, tiny_model, tmp_path):
@@ -323,16 +330,23 @@ def test_a_stage_of_unknown_outcome_is_uncertain_and_not_touched(faulty, fault):
     assert "engine-0.drop" not in FakeEngineWorker.calls
 
 
-@pytest.mark.parametrize("method", ["activate", "release_memory", "restore_memory"])
-def test_what_only_some_engines_did_is_uncertain(faulty, method):
-    arguments = ["shop", "engine:1"] if method == "activate" else []
-    backend = faulty({}, {method: "error"})
+def test_what_only_some_engines_did_is_uncertain(faulty):
+    backend = faulty({}, {"activate": "error"})
     with pytest.raises(EngineUncertain, match="other engines did it"):
-        getattr(backend, method)(*arguments)
-    nowhere = faulty({method: "error"}, {method: "error"})
+        backend.activate("shop", "engine:1")
+    nowhere = faulty({"activate": "error"}, {"activate": "error"})
     with pytest.raises(EngineError) as caught:
-        getattr(nowhere, method)(*arguments)
+        nowhere.activate("shop", "engine:1")
     assert type(caught.value) is EngineError
+
+
+@pytest.mark.parametrize("fault", ["error", "uncertain", "foreign", "hang"])
+@pytest.mark.parametrize("method", ["release_memory", "restore_memory"])
+def test_a_memory_operation_that_fails_on_one_engine_or_all_is_uncertain(faulty, method, fault):
+    arguments = [[MemoryRegion.KV_CACHE]] if method == "release_memory" else []
+    for faults in ([{}, {method: fault}], [{method: fault}] * 2):
+        with pytest.raises(EngineUncertain, match="engine-1"):
+            getattr(faulty(*faults, control_timeout=0.2), method)(*arguments)
 
 
 def test_what_can_be_asked_again_is_a_plain_error(faulty):

@@ -226,6 +226,27 @@ async def test_in_flight_is_bounded_also_by_what_slow_readers_hold(engine, handl
 
 
 @with_engine
+async def test_a_request_that_waits_too_long_for_its_first_token_is_unavailable(engine, handler):
+    handler = LocalHandler(lambda: [engine.path], queue_timeout=0.05)
+    await handler.connect()
+    with pytest.raises(Unavailable, match=r"within 0.05 s") as caught:
+        await anext(handler.generate(ask()))
+    assert caught.value.retry_after > 1.0
+    assert isinstance((await engine.expect(2))[1], Abort), "the engine must not generate for nobody"
+    stream = handler.generate(ask("b"))
+    first = asyncio.create_task(anext(stream))
+    await engine.expect(3)
+    engine.send(Chunks([piece("b")]))
+    await first
+    second = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0.15)
+    assert not second.done(), "what has begun waits as long as it takes"
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    await handler.close()
+
+
+@with_engine
 async def test_connecting_again_lets_older_streams_end(engine, handler):
     old = handler.generate(ask("old"))
     first = asyncio.ensure_future(anext(old))

@@ -14,7 +14,7 @@ pytest.importorskip("peft")
 import torch
 
 from reef.errors import EngineError
-from reef.runtime.interfaces import Ending, PauseMode
+from reef.runtime.interfaces import Ending, MemoryRegion, PauseMode
 from tests.inference.references import (
     Answer,
     collect,
@@ -33,6 +33,7 @@ from tests.inference.references import (
 
 TOLERANCE = 1e-4
 PROMPT = list(range(200, 233))
+BOTH = (MemoryRegion.WEIGHTS, MemoryRegion.KV_CACHE)
 
 
 @pytest.fixture(scope="module")
@@ -195,15 +196,52 @@ def test_flush_while_running_frees_pages_at_the_end(tiny_model, paths, models):
     assert tested.report().free_pages == tested.report().total_pages
 
 
+def test_release_acknowledges_what_holds_nothing_any_more(tiny_model, paths):
+    tested, answers = ready(tiny_model, paths), {}
+    start(tested, 5, answers)
+    tested.pause(PauseMode.IN_PLACE)
+    with pytest.raises(EngineError, match="no memory region optimizer"):
+        tested.release_memory([MemoryRegion.OPTIMIZER])
+    only = tested.release_memory([MemoryRegion.KV_CACHE])
+    assert only.released == [MemoryRegion.KV_CACHE] and only.owner == "engine-0"
+    assert "engine:2" in tested.report().loads and tested.report().stats["cached_pages"] == 0
+    assert tested.report().running == 0 and tested.report().waiting == 1, "what ran waits"
+    with pytest.raises(EngineError, match="released"):
+        tested.resume()
+    both = tested.release_memory(BOTH)
+    assert set(both.released) == set(BOTH) and min(both.bytes_before, both.bytes_after, both.device_free) > 0
+    assert tested.restore_memory().released == []
+    tested.flush()
+    assert tested.report().free_pages == tested.report().total_pages
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_requests_complete_after_memory_came_back(tiny_model, paths, models, resident):
+    tested, answers = ready(tiny_model, paths), {}
+    tested.add(request("waits", PROMPT[:9]))
+    start(tested, 5, answers)
+    tested.pause(PauseMode.RETRACT)
+    tested.release_memory([MemoryRegion.KV_CACHE] if resident else BOTH)
+    tested.add(request("late", PROMPT[:7]))
+    assert not tested.has_work() and tested.step() == []
+    tested.restore_memory()
+    assert ("engine:1" in tested.report().loads) is resident
+    tested.resume()  # no lane serves what is gone
+    answer = finish(tested, answers)
+    assert answer.load_ids == ["engine:0"] * 30
+    assert answer.token_ids == reference_greedy(models["engine:0"], PROMPT, 30)
+    assert all(answers[name].ending is not None for name in ("waits", "late"))
+
+
 def test_release_and_restore_memory(tiny_model, paths, models):
     tested, answers = ready(tiny_model, paths), {}
     with pytest.raises(EngineError, match="paused"):
-        tested.release_memory()
+        tested.release_memory(BOTH)
     tested.add(request("pinned", PROMPT[:9], load="engine:1"))
     start(tested, 5, answers)
     tested.pause(PauseMode.IN_PLACE)
     tested.activate("blue", "engine:2")
-    tested.release_memory()
+    tested.release_memory(BOTH)
     assert tested.report().loads == {}
     with pytest.raises(EngineError):
         tested.score("engine:0", PROMPT)

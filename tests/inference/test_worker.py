@@ -20,12 +20,13 @@ from reef.runtime.interfaces import (
     BASE_LOAD_ID,
     Ending,
     GenerateRequest,
+    MemoryRegion,
     PauseMode,
     SamplingParams,
     WeightKind,
     WeightLoad,
 )
-from tests.inference.engines import Reader, ask, other_weights, run, tiny_config
+from tests.inference.engines import Reader, ask, control, other_weights, run, tiny_config
 
 BOTH = pytest.mark.parametrize("mode", list(PauseMode))
 
@@ -75,10 +76,6 @@ def idle(worker: EngineWorker, seconds: float = 5.0) -> bool:
     while (report := worker.report()).running + report.waiting and time.monotonic() < deadline:
         time.sleep(0.01)
     return report.running + report.waiting == 0
-
-
-async def control(function, *args):
-    return await asyncio.to_thread(function, *args)
 
 
 def test_a_stream_carries_every_token_and_its_load(path):
@@ -388,6 +385,44 @@ def test_an_engine_that_cannot_even_end_its_requests_still_cuts_them(fresh, monk
 
     run(body())
     assert "lost count" in worker.health()
+
+
+@pytest.mark.parametrize("operation", ["release_memory", "restore_memory"])
+def test_an_engine_that_fails_a_memory_operation_is_broken(fresh, monkeypatch, operation):
+    worker, _ = fresh
+
+    def fail(self, *_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(LocalEngine, operation, fail)
+    worker.pause(PauseMode.RETRACT)
+    with pytest.raises(EngineUncertain, match="out of memory"):
+        getattr(worker, operation)(*([list(MemoryRegion)] if operation == "release_memory" else []))
+    assert "out of memory" in worker.health()
+    with pytest.raises(EngineUncertain, match="out of memory"):
+        worker.resume()
+    assert worker.report().paused
+
+
+def test_requests_wait_while_memory_is_released(path, worker):
+    async def check():
+        async with client(path) as handler:
+            begun, late = Reader(), Reader()
+            reading = [asyncio.create_task(begun.read(handler, ask(1, max_tokens=200)))]
+            await begun.has(3)
+            await control(worker.pause, PauseMode.RETRACT)
+            report = await control(worker.release_memory, [MemoryRegion.WEIGHTS, MemoryRegion.KV_CACHE])
+            reading.append(asyncio.create_task(late.read(handler, ask(2))))
+            seen = len(begun.tokens)
+            await asyncio.sleep(0.2)
+            assert len(begun.tokens) == seen and not late.chunks and len(report.released) == 2
+            restored = await control(worker.restore_memory)
+            await control(worker.resume)
+            await asyncio.gather(*reading)
+            assert restored.released == [] and (len(begun.tokens), len(late.tokens)) == (200, 8)
+            assert begun.loads == late.loads == [BASE_LOAD_ID]
+
+    run(check())
 
 
 def test_garbage_closes_only_its_own_connection(path):

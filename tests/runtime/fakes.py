@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from reef.artifact.content import DirectoryContentStore
-from reef.errors import EngineError
+from reef.errors import EngineError, WorkerDied
 from reef.runtime.coordinator import DeploymentPlan, Resources
 from reef.runtime.interfaces import (
     BASE_LOAD_ID,
@@ -17,6 +17,8 @@ from reef.runtime.interfaces import (
     GenerateRequest,
     InferenceBackend,
     InferenceHandler,
+    MemoryRegion,
+    MemoryReport,
     PauseMode,
     TokenChunk,
     TrainingBackend,
@@ -57,11 +59,34 @@ def scores_of(text: str, num_tokens: int) -> list[float]:
     return [-(1.0 + (seed * (position + 3) % 97) / 97) for position in range(num_tokens - 1)]
 
 
-class FakeEngines(InferenceBackend):
-    """Two replicas that share one state; the second scores like the base for texts in `unapplied`."""
+class Device:
+    """What engines and trainer share. Both holding it at once is the one thing that must never happen."""
 
-    def __init__(self, faults: Faults, slots: int = 8) -> None:
+    def __init__(self) -> None:
+        self.holders: set[str] = set()
+
+    def take(self, owner: str) -> None:
+        self.holders.add(owner)
+        assert len(self.holders) == 1, "two owners of one device"
+
+    def leave(self, owner: str) -> None:
+        self.holders.discard(owner)
+
+
+def acknowledgement(owner: str, released: Collection[MemoryRegion]) -> MemoryReport:
+    return MemoryReport(owner=owner, released=sorted(released), bytes_before=2, bytes_after=1, device_free=1)
+
+
+class FakeEngines(InferenceBackend):
+    """Two replicas that share one state; the second scores like the base for texts in `unapplied`.
+
+    With a `device` they hold it unless everything is released, and those in `deaf` do not acknowledge a release.
+    """
+
+    def __init__(self, faults: Faults, slots: int = 8, device: Device | None = None) -> None:
         self.faults = faults
+        self.device = device or Device()
+        self.deaf: set[str] = set()
         self.slots = slots
         self.in_use: set[str] = set()  # loads that a request decodes with
         self.unapplied: set[str] = set()
@@ -73,6 +98,8 @@ class FakeEngines(InferenceBackend):
         self.texts = {BASE_LOAD_ID: "base"}
         self.lanes: dict[str, str] = {}
         self.paused = False
+        self.released: set[MemoryRegion] = set()
+        self.device.take("engines")
         self.trouble: str | None = None  # what health says
 
     def start(self) -> None:
@@ -91,6 +118,7 @@ class FakeEngines(InferenceBackend):
 
     def resume(self) -> None:
         self.faults.hit("resume")
+        assert not self.released, "resume without memory"
         self.paused = False
         self.served += list(self.lanes.items())
 
@@ -99,6 +127,7 @@ class FakeEngines(InferenceBackend):
 
     def stage(self, load: WeightLoad) -> None:
         self.faults.hit("stage")
+        assert MemoryRegion.WEIGHTS not in self.released, "stage without memory"
         if len({*self.loads.values(), load.content_id} - {"base"}) > self.slots:
             raise EngineError(f"no slot for {load.runtime_load_id}")
         self.loads[load.runtime_load_id] = load.content_id
@@ -146,9 +175,26 @@ class FakeEngines(InferenceBackend):
         }
         return [EngineReport(engine=f"engine-{rank}", **common) for rank in range(2)]
 
-    def release_memory(self) -> None: ...
+    def release_memory(self, regions: Collection[MemoryRegion]) -> list[MemoryReport]:
+        self.faults.hit("release_memory")
+        assert self.paused, "release while running"
+        self.released |= set(regions)
+        if MemoryRegion.WEIGHTS in self.released:
+            self.loads, self.texts = {}, {}
+        self.device.leave("engines")
+        return self._acknowledge()
 
-    def restore_memory(self) -> None: ...
+    def restore_memory(self) -> list[MemoryReport]:
+        self.faults.hit("restore_memory")
+        self.device.take("engines")
+        if MemoryRegion.WEIGHTS in self.released:
+            self.loads, self.texts = {BASE_LOAD_ID: "base"}, {BASE_LOAD_ID: "base"}
+        self.released = set()
+        return self._acknowledge()
+
+    def _acknowledge(self) -> list[MemoryReport]:
+        names = [f"engine-{rank}" for rank in range(2)]
+        return [acknowledgement(name, set() if name in self.deaf else self.released) for name in names]
 
     def restart(self) -> None:
         self.faults.hit("restart")
@@ -167,24 +213,49 @@ class FakeEngines(InferenceBackend):
 
 
 class FakeTrainer(TrainingBackend):
-    """Writes one file per candidate whose text is the job id."""
+    """Writes one file per candidate whose text is the job id. Colocated, it trains only while it has the device."""
 
     immutable = True
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, faults: Faults, device: Device | None = None) -> None:
         self.faults = faults
+        self.device = device
         self.trained: list[str] = []
         self.trouble: str | None = None  # what health says
+        self.deaf = False  # does not acknowledge a release
 
     def start(self) -> None:
         self.faults.hit("start trainer")
+        self._take()
         self.trouble = None
+
+    def _take(self) -> None:
+        if self.device is not None:
+            self.device.take("trainer")
+
+    def release_memory(self) -> MemoryReport:
+        self._alive("trainer.release")
+        assert self.device is not None
+        if not self.deaf:
+            self.device.leave("trainer")
+        return acknowledgement("trainer", () if self.deaf else (MemoryRegion.WEIGHTS, MemoryRegion.OPTIMIZER))
+
+    def restore_memory(self) -> MemoryReport:
+        self._alive("trainer.restore")
+        self._take()
+        return acknowledgement("trainer", ())
+
+    def _alive(self, operation: str) -> None:
+        self.faults.hit(operation)
+        if self.trouble is not None:
+            raise WorkerDied(self.trouble)
 
     def attach(self, session: TransferSession) -> None:
         self.faults.hit("attach trainer")
 
     def train(self, job: TrainJob) -> TrainResult:
-        self.faults.hit("train")
+        self._alive("train")
+        assert self.device is None or "trainer" in self.device.holders, "a step without the device"
         self.trained.append(job.job_id)
         weights, state = Path(job.output_path) / "weights", Path(job.output_path) / "state"
         for directory in (weights, state):
@@ -204,6 +275,9 @@ class FakeTrainer(TrainingBackend):
 
     def close(self) -> None:
         self.faults.hit("close trainer")
+        self.trouble = "the trainer is not started"
+        if self.device is not None:
+            self.device.leave("trainer")
 
     @property
     def weight_kind(self) -> WeightKind:
@@ -250,7 +324,12 @@ class IdleHandler(InferenceHandler):
 
 
 def plan_of(
-    path: Path, engines: FakeEngines, trainer: FakeTrainer | None, pause_mode: PauseMode = PauseMode.IN_PLACE
+    path: Path,
+    engines: FakeEngines,
+    trainer: FakeTrainer | None,
+    pause_mode: PauseMode = PauseMode.IN_PLACE,
+    *,
+    colocate: bool = False,
 ) -> DeploymentPlan:
     """A deployment of fakes on the real contents and marker below `path`."""
     return DeploymentPlan(
@@ -262,4 +341,5 @@ def plan_of(
         base_content_id="base",
         pause_mode=pause_mode,
         probe_ids=list(range(8)),
+        colocate=colocate,
     )

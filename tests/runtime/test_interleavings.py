@@ -64,7 +64,7 @@ from reef.runtime.scheduler import SETTLED
 from reef.scenario import steps
 from reef.scenario.candidates import RuntimeCandidateBackend
 from reef.scenario.steps import Services, Steps
-from tests.runtime.fakes import FakeEngines, FakeTrainer, Faults, IdleHandler, plan_of
+from tests.runtime.fakes import Device, FakeEngines, FakeTrainer, Faults, IdleHandler, plan_of
 from tests.scenario.harness import Verdict, unasked
 
 SCENARIOS = ("s", "t")
@@ -72,6 +72,8 @@ FLIGHT_SECONDS = 30.0
 COMMITS = (Point.COMMIT, Point.WRITE_OFF)
 MARKERS = tuple(Point[f"MARKER_{state.name}"] for state in MarkerState)
 ENGINES = (Point.STAGE, Point.SWITCH, Point.RESUME, Point.DROP, Point.RESTORE)
+TRAINERS = (Point.TRAIN, Point.TAKE_DEVICE, Point.GIVE_BACK_DEVICE)
+MEMORY = (Point.MEMORY_RELEASE, Point.MEMORY_RESTORE, Point.TAKE_DEVICE, Point.GIVE_BACK_DEVICE, Point.RESTART_TRAINER)
 REACHABLE = (*COMMITS, *MARKERS, *ENGINES, Point.LOAD_SEQUENCE, Point.BLOB, Point.CHECKPOINT, Point.RETAIN, Point.TRAIN,
              Point.PROBE, Point.PAUSE, Point.VERIFY, Point.RESTART_ENGINES)  # fmt: skip
 
@@ -90,6 +92,11 @@ RAISES: dict[tuple[Point, Side], tuple[type[ReefError], ...]] = {
     (Point.TRAIN, "before"): (TrainingError, StorageError, WorkerDied),
     (Point.TRAIN, "after"): (WorkerDied,),
     (Point.RETAIN, "before"): (StorageError,),
+    **{(point, side): (EngineError, EngineUncertain, WorkerDied) for side in ("before", "after")
+       for point in (Point.MEMORY_RELEASE, Point.MEMORY_RESTORE)},
+    **{(point, side): (TrainingError, WorkerDied) for side in ("before", "after")
+       for point in (Point.TAKE_DEVICE, Point.GIVE_BACK_DEVICE)},
+    (Point.RESTART_TRAINER, "before"): (WorkerDied,),
 }  # fmt: skip
 
 
@@ -117,7 +124,7 @@ class Fault:
 @st.composite
 def faults(draw: st.DrawFn) -> Fault:
     """Any point as likely as any other; there, a death as likely as any error."""
-    point, side = draw(st.sampled_from(REACHABLE)), draw(st.sampled_from(("before", "after")))
+    point, side = draw(st.sampled_from((*REACHABLE, *MEMORY))), draw(st.sampled_from(("before", "after")))
     error = draw(st.sampled_from((Death, *RAISES.get((point, side), ()))))
     return Fault(point, side, error, draw(st.integers(1, 2)), draw(st.sampled_from((1, 1, 6))))
 
@@ -131,6 +138,7 @@ class Injection(points.FaultInjection):
     def __init__(self) -> None:
         self.dead = False
         self.engines: MortalEngines | None = None
+        self.trainer: FakeTrainer | None = None
         self.plan: list[Fault] = []
         self._seen: Counter[tuple[Point, Side]] = Counter()
 
@@ -149,9 +157,16 @@ class Injection(points.FaultInjection):
             if due and (fault.point, fault.side) == (point, side):
                 if fault.error is Death:
                     self.dead = True
-                if issubclass(fault.error, WorkerDied) and point is not Point.TRAIN and self.engines is not None:
-                    self.engines.dead = True
+                if issubclass(fault.error, WorkerDied):
+                    self._die(point)
                 raise fault.error(f"planted {side} {point}")
+
+    def _die(self, point: Point) -> None:
+        """Whoever answers at this point is gone, and holds nothing any more."""
+        if point in TRAINERS and self.trainer is not None:
+            self.trainer.close()
+        elif self.engines is not None and point is not Point.RESTART_TRAINER:
+            self.engines.dead = True
 
 
 class MortalStorage(SqliteStorage):
@@ -176,8 +191,8 @@ class MortalStorage(SqliteStorage):
 class MortalEngines(FakeEngines):
     """Once dead, every call fails until they are replaced. Refuses to serve anything but the heads."""
 
-    def __init__(self, heads: dict[str, str]) -> None:
-        super().__init__(Faults(), slots=len(SCENARIOS) + 1)
+    def __init__(self, heads: dict[str, str], device: Device) -> None:
+        super().__init__(Faults(), slots=len(SCENARIOS) + 1, device=device)
         self._heads = heads
         self.dead = False
         self.faults.hit = self._hit  # type: ignore[method-assign]
@@ -217,6 +232,8 @@ waiting = Waiting(Lock=asyncio.Lock)
 
 class Interleavings(RuleBasedStateMachine):
     """One data directory. `self.scenarios` are the steps of the service that runs now."""
+
+    colocated = False
 
     @initialize()
     def begin(self) -> None:
@@ -264,6 +281,11 @@ class Interleavings(RuleBasedStateMachine):
         self._survive(asyncio.sleep(0), plan)
 
     @rule(plan=PLANS)
+    def trainer_dies(self, plan: list[Fault]) -> None:
+        self.trainer.close()
+        self._survive(asyncio.sleep(0), plan)
+
+    @rule(plan=PLANS)
     def boot(self, plan: list[Fault]) -> None:
         """The service dies while it is idle and starts again; it may die while it recovers."""
         self.injection.arm(plan)
@@ -287,6 +309,8 @@ class Interleavings(RuleBasedStateMachine):
     async def _check(self) -> None:
         assert self.storage is not None
         assert not self.engines.paused and not self.engines.dead, "the engines are left without a way forward"
+        assert self.trainer.health() is None, "nobody replaced the trainer"
+        assert not self.engines.released and (not self.colocated or self.device.holders == {"engines"})
         marker = self.marker.read()
         if marker is not None:
             assert marker.state in SETTLED, f"nobody goes on with {marker.state}"
@@ -337,8 +361,13 @@ class Interleavings(RuleBasedStateMachine):
             await work
         except ReefError as refused:  # or given back; what was half done has been ended
             error = refused
-        while self.publication.health() is not None or self.coordinator._training.owes_seconds > 0.0:
-            await self._repair()
+        while True:
+            if self.publication.health() is not None or self.coordinator._training.owes_seconds > 0.0:
+                await self._repair()
+            elif self.trainer.health() is not None:
+                await self._replace_trainer()
+            else:
+                break
         if error is not None:
             raise error
 
@@ -347,6 +376,12 @@ class Interleavings(RuleBasedStateMachine):
         self.waits += 1
         if self.waits % 2 and self.publication.health() is not None:
             await self._repair()
+        elif self.waits % 2 and self.coordinator._training.trainer_may_start():
+            await self._replace_trainer()
+
+    async def _replace_trainer(self) -> None:
+        with contextlib.suppress(ReefError):  # tried again, once the engines that failed at it are replaced
+            await asyncio.to_thread(self.coordinator._training.restart_trainer)
 
     async def _repair(self) -> None:
         with contextlib.suppress(ReefError):  # tried again
@@ -361,15 +396,17 @@ class Interleavings(RuleBasedStateMachine):
 
     async def _boot(self) -> Candidate | None:
         await self._shut()
-        self.engines, self.trainer = MortalEngines(self.heads), FakeTrainer(Faults())
-        self.injection.engines = self.engines
+        self.device = Device()
+        self.engines = MortalEngines(self.heads, self.device)
+        self.trainer = FakeTrainer(Faults(), self.device if self.colocated else None)
+        self.injection.engines, self.injection.trainer = self.engines, self.trainer
         self.trainer_saw: list[tuple[str, list[str]]] = getattr(self, "trainer_saw", [])
         self.verdict = Verdict()
         self.storage = MortalStorage(self.path / "reef.db", self.heads)
         await self.storage.open()
         self.contents = DirectoryContentStore(self.path / "artifacts")
         self.marker = MarkerFile(self.path / "marker.json")
-        self.coordinator = Unwatched(plan_of(self.path, self.engines, self.trainer))
+        self.coordinator = Unwatched(plan_of(self.path, self.engines, self.trainer, colocate=self.colocated))
         self.publication = self.coordinator._publication
         channel = LocalChannel(self.coordinator)
         self.inference = EngineRuntime(channel, IdleHandler)
@@ -443,11 +480,18 @@ def _record(scenario: str, name: str) -> InferenceRecord:
     )
 
 
+class ColocatedInterleavings(Interleavings):
+    """Engines and trainer share one device, and every hand-over of it may fail or be where the process dies."""
+
+    colocated = True
+
+
 @pytest.mark.timeout(600)
-def test_random_interleavings(monkeypatch):
+@pytest.mark.parametrize("machine", [Interleavings, ColocatedInterleavings])
+def test_random_interleavings(monkeypatch, machine):
     monkeypatch.setattr(steps, "asyncio", waiting)
     run_state_machine_as_test(
-        Interleavings,
+        machine,
         settings=settings(
             max_examples=30,
             stateful_step_count=15,

@@ -8,7 +8,7 @@ pytest.importorskip("peft")
 from reef.errors import TrainingError
 from reef.runtime.executor.mp import MpExecutor
 from reef.runtime.executor.uni import UniExecutor
-from reef.runtime.interfaces import Objective, WeightKind
+from reef.runtime.interfaces import MemoryRegion, Objective, WeightKind
 from reef.train.torch_backend.backend import TorchBackend
 from reef.train.torch_backend.config import TorchConfig
 from tests.train.batches import job, rollouts, tensors
@@ -49,6 +49,18 @@ def test_a_training_error_comes_back_as_itself(backend, tmp_path):
     with pytest.raises(TrainingError, match="did you mean 'clip_low'"):
         backend.train(job(tmp_path / "a", rollouts(), objective=Objective("policy_gradient", {"clip_lo": 0.1})))
     backend.train(job(tmp_path / "b", rollouts()))
+
+
+def test_memory_is_given_back_and_taken_between_steps(backend, tmp_path):
+    first = backend.train(job(tmp_path / "first", rollouts()))
+    released, again = backend.release_memory(), backend.release_memory()
+    assert set(released.released) == {MemoryRegion.WEIGHTS, MemoryRegion.OPTIMIZER} == set(again.released)
+    assert released.owner == "trainer" and released.bytes_before > 0 and released.device_free > 0
+    restored = backend.restore_memory()
+    assert restored.released == []
+    second = backend.train(job(tmp_path / "second", rollouts(seed=1), after=first))
+    other = backend.train(job(tmp_path / "other", rollouts(seed=1), after=first))
+    assert second.metrics["optimizer_steps"] == 2 and tensors(second) == tensors(other)
 
 
 def test_what_a_backend_says_of_itself():

@@ -27,6 +27,14 @@ def test_an_adapter_on_the_head_is_refused():
         msgspec.convert({"lora-target-modules": ["q_proj", "lm_head"]}, TorchConfig)
 
 
+@pytest.mark.parametrize("others", [{}, {"colocate": True, "mode": "full"}])
+def test_only_the_base_of_colocated_adapters_may_stay(others):
+    options = {"options": {"keep-lora-base-resident": True}}
+    with pytest.raises(msgspec.ValidationError, match="keep-lora-base-resident must be false"):
+        msgspec.convert(options | others, TorchConfig)
+    assert msgspec.convert(options | {"colocate": True}, TorchConfig).options.keep_lora_base_resident
+
+
 def test_lora_scale_is_alpha_over_rank():
     assert TorchConfig(lora_rank=8, lora_alpha=12.0).lora_scale == 1.5
 

@@ -283,3 +283,25 @@ def test_an_interrupted_attempt_is_overwritten(tiny_model, tmp_path):
     (tmp_path / "a" / "weights" / "rest").write_text("half")
     result = worker.train(job(tmp_path / "a", rollouts()))
     assert "rest" not in content(result.weights_path)
+
+
+@MODES
+def test_a_released_trainer_continues_as_if_it_had_kept_everything(tiny_model, tmp_path, mode):
+    kept, released = make(tiny_model, mode), make(tiny_model, mode)
+    first, same = kept.train(job(tmp_path / "a", rollouts())), released.train(job(tmp_path / "b", rollouts()))
+    released.release_memory()
+    assert not any(isinstance(value, torch.nn.Module) for value in vars(released).values())
+    released.restore_memory()
+    second = kept.train(job(tmp_path / "c", rollouts(seed=1), after=first))
+    resumed = released.train(job(tmp_path / "d", rollouts(seed=1), after=same))
+    assert tensors(second) == tensors(resumed)
+    released.release_memory()
+    released.restore_memory()
+    assert tensors(released.train(job(tmp_path / "e", rollouts()))) == tensors(first), "from the base again"
+
+
+def test_a_step_without_the_device_is_refused(tiny_model, tmp_path):
+    worker = make(tiny_model)
+    worker.release_memory()
+    with pytest.raises(AssertionError, match="without the device"):
+        worker.train(job(tmp_path / "a", rollouts()))

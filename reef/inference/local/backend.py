@@ -6,7 +6,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from threading import Lock
@@ -16,7 +16,16 @@ from reef.errors import BarrierError, EngineError, EngineUncertain, ReefError, W
 from reef.inference.local.address import Address
 from reef.inference.local.config import LocalConfig
 from reef.inference.local.pulse import Pulse
-from reef.runtime.interfaces import EngineReport, Executor, InferenceBackend, PauseMode, TransferSession, WeightLoad
+from reef.runtime.interfaces import (
+    EngineReport,
+    Executor,
+    InferenceBackend,
+    MemoryRegion,
+    MemoryReport,
+    PauseMode,
+    TransferSession,
+    WeightLoad,
+)
 
 WORKER = "reef.inference.local.worker:EngineWorker"
 
@@ -36,8 +45,9 @@ class LocalBackend(InferenceBackend):
 
     Every call is sent to all engines at once and answered within `config.control_timeout` seconds, or it raises:
     WorkerDied if a process is gone, EngineUncertain if an engine did not answer, gave no sign of life for
-    `config.health_timeout` seconds or no longer knows its state, or if `stage`, `activate` or a memory call was done by
-    some engines only and could not be undone, else EngineError. Whatever fails a `pause` or `flush` is a BarrierError.
+    `config.health_timeout` seconds or no longer knows its state, or if `stage` or `activate` was done by some engines
+    only and could not be undone, else EngineError. Whatever fails a `pause` or `flush` is a BarrierError; whatever
+    fails a memory call, unless the process is gone, is EngineUncertain.
     """
 
     def __init__(
@@ -112,11 +122,11 @@ class LocalBackend(InferenceBackend):
     def reports(self) -> list[EngineReport]:
         return self._all("report")
 
-    def release_memory(self) -> None:
-        self._all_or_none("release_memory")
+    def release_memory(self, regions: Collection[MemoryRegion]) -> list[MemoryReport]:
+        return self._memory("release_memory", frozenset(regions))
 
-    def restore_memory(self) -> None:
-        self._all_or_none("restore_memory")
+    def restore_memory(self) -> list[MemoryReport]:
+        return self._memory("restore_memory")
 
     def restart(self) -> None:
         self._stop(_RESTART_CLOSE_SECONDS)
@@ -232,6 +242,13 @@ class LocalBackend(InferenceBackend):
         if type(error) is EngineError and not all(isinstance(outcome, Exception) for outcome in outcomes):
             raise EngineUncertain(f"{error}; other engines did it") from error
         raise error
+
+    def _memory(self, method: str, *args: Any) -> list[MemoryReport]:
+        """Whoever fails this cannot say what it still holds, even if it did nothing."""
+        try:
+            return self._all(method, *args)
+        except EngineError as error:
+            raise EngineUncertain(str(error)) from error
 
     def _barrier(self, method: str, *args: Any) -> None:
         try:

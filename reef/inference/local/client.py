@@ -28,6 +28,9 @@ from reef.inference.local.protocol import (
 )
 from reef.runtime.interfaces import GenerateRequest, InferenceHandler, TokenChunk
 
+RETRY_AFTER = 5.0
+"""Seconds; for a request that waited in vain."""
+
 _RETRY_SECONDS = 0.1
 _PREFIX_BLOCK = 32  # tokens; the grain at which prompts are recognised
 _PREFIX_MEMORY = 65536  # blocks
@@ -39,6 +42,7 @@ class _Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, rename=
 
     max_in_flight: Annotated[int, msgspec.Meta(ge=1)] = 4096
     connect_timeout: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    queue_timeout: Annotated[float, msgspec.Meta(gt=0)] = 600.0
 
 
 class _Stream:
@@ -172,15 +176,22 @@ class LocalHandler(InferenceHandler):
     """Streams from the local engines whose addresses `endpoints` returns when asked.
 
     At most `max_in_flight` iterators are open at a time; each buffers at most what its `max_tokens` allows, so that a
-    slow reader costs memory within a bound and never stalls the engine or other readers.
+    slow reader costs memory within a bound and never stalls the engine or other readers. What has to wait for its first
+    chunk longer than `queue_timeout` seconds is aborted and raises Unavailable.
     """
 
     def __init__(
-        self, endpoints: Callable[[], Sequence[str]], *, max_in_flight: int = 4096, connect_timeout: float = 30.0
+        self,
+        endpoints: Callable[[], Sequence[str]],
+        *,
+        max_in_flight: int = 4096,
+        connect_timeout: float = 30.0,
+        queue_timeout: float = 600.0,
     ) -> None:
         self._endpoints = endpoints
         self._max_in_flight = max_in_flight
         self._connect_timeout = connect_timeout
+        self._queue_timeout = queue_timeout
         self._connections: list[_Connection] = []
         self._in_flight = 0
         self._prefixes: OrderedDict[int, str] = OrderedDict()  # hash of a prompt's beginning -> endpoint
@@ -188,12 +199,17 @@ class LocalHandler(InferenceHandler):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], endpoints: Callable[[], Sequence[str]]) -> LocalHandler:
-        """Keys: max-in-flight (requests), connect-timeout (seconds)."""
+        """Keys: max-in-flight (requests), connect-timeout and queue-timeout (seconds)."""
         try:
             options = msgspec.convert(dict(config), _Options)
         except msgspec.ValidationError as error:
             raise ConfigError(f"inference.handler-config: {error}") from error
-        return cls(endpoints, max_in_flight=options.max_in_flight, connect_timeout=options.connect_timeout)
+        return cls(
+            endpoints,
+            max_in_flight=options.max_in_flight,
+            connect_timeout=options.connect_timeout,
+            queue_timeout=options.queue_timeout,
+        )
 
     async def connect(self) -> None:
         """Connect to every engine anew; streams on older connections go on until they end.
@@ -232,16 +248,25 @@ class LocalHandler(InferenceHandler):
         stream = connection.open(request)
         self._in_flight += 1
         try:
+            item = await self._first(stream)
             while True:
-                item = await stream.next()
                 if isinstance(item, ReefError):
                     raise item
                 yield item
                 if item.ending is not None:
                     return
+                item = await stream.next()
         finally:
             self._in_flight -= 1
             connection.leave(stream)
+
+    async def _first(self, stream: _Stream) -> TokenChunk | ReefError:
+        try:
+            async with asyncio.timeout(self._queue_timeout):
+                return await stream.next()
+        except TimeoutError:
+            seconds = self._queue_timeout
+            raise Unavailable(f"no engine began to answer within {seconds:g} s", retry_after=RETRY_AFTER) from None
 
     async def _connect(self, endpoint: str) -> _Connection:
         """Connect to one engine, waiting for its socket to appear."""

@@ -49,6 +49,15 @@ class LocalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     pause_mode: Annotated[
         PauseMode, msgspec.Meta(description="what a publication does to requests in flight: retract or in_place")
     ] = PauseMode.IN_PLACE
+    grammar_max_bytes: Annotated[
+        int, msgspec.Meta(ge=1, description="largest JSON schema, regular expression or list of choices, in bytes")
+    ] = 256 * 1024
+    grammar_queue: Annotated[
+        int, msgspec.Meta(ge=1, description="most grammars that wait to be compiled; more are refused for a while")
+    ] = 256
+    grammar_timeout: Annotated[
+        float, msgspec.Meta(gt=0, description="seconds that one grammar may take to compile")
+    ] = 10.0
     kernels: Annotated[
         Literal["auto", "torch"],
         msgspec.Meta(description="auto: compile Reef's CPU kernels at first use where there is a C++ compiler"),
@@ -66,7 +75,10 @@ class LocalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     ] = ""
     handler_config: Annotated[
         dict[str, Any],
-        msgspec.Meta(description="settings of the handler; of the backend's own: max-in-flight, connect-timeout"),
+        msgspec.Meta(
+            description="settings of the handler; of the backend's own: max-in-flight, connect-timeout, and "
+            "queue-timeout: seconds after which a request without a first token gets 503"
+        ),
     ] = msgspec.field(default_factory=dict)
     health_timeout: Annotated[
         float, msgspec.Meta(gt=0, description="seconds without a sign of life after which an engine is replaced")

@@ -9,15 +9,19 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from reef.errors import ConfigError, EngineError, InvalidRequest
+from reef import device
+from reef.errors import ConfigError, EngineError, InvalidRequest, ReefError
 from reef.inference.chat.detokenizer import TextStream
 from reef.inference.chat.tokenizer import ChatTokenizer
 from reef.inference.local.config import LocalConfig
+from reef.inference.local.grammar import FIELD, GrammarQueue, GrammarState, GrammarVocabulary, check_grammar
 from reef.inference.local.kv_cache import PagePool, PrefixCache
 from reef.inference.local.loads import Loads
 from reef.inference.local.model import Model, ModelSpec
@@ -35,7 +39,11 @@ from reef.runtime.interfaces import (
     Ending,
     EngineReport,
     GenerateRequest,
+    Grammar,
+    MemoryRegion,
+    MemoryReport,
     PauseMode,
+    PrefixUse,
     TokenChunk,
     WeightLoad,
 )
@@ -49,15 +57,24 @@ class LocalEngine:
     goes on with the keys and values it has. A request that pins a load stays on it.
     """
 
-    def __init__(self, config: LocalConfig, name: str = "engine-0", base_content_id: str = "base") -> None:
-        """Load the base model as BASE_LOAD_ID. Raises EngineError (unsupported or unreadable model), ConfigError."""
+    def __init__(
+        self,
+        config: LocalConfig,
+        name: str = "engine-0",
+        base_content_id: str = "base",
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Load the base model as BASE_LOAD_ID. Raises EngineError (unsupported or unreadable model), ConfigError.
+
+        `wake` is called from another thread when `has_work` became true there: a grammar was compiled.
+        """
         self._name = name
         self._path = Path(config.model_path)
         if config.threads:
             torch.set_num_threads(config.threads)
         model_config = read_config(self._path)
         spec = ModelSpec.from_config(model_config)
-        self.device = _device(config.resolved_device)
+        self.device = device.choose(config.resolved_device, "inference.device")
         self.dtype = _dtype(config.dtype, getattr(model_config, "dtype", None), self.device)
         num_pages = config.kv_cache_tokens // config.page_size
         self.max_context = min(spec.max_context, num_pages * config.page_size, config.max_context or spec.max_context)
@@ -78,10 +95,17 @@ class LocalEngine:
         model = Model(spec, self.dtype, self.device, self.max_context, ops)
         self._runner = Runner(model, self._loads, num_pages=num_pages, page_size=config.page_size)
         self._num_pages = num_pages
+        self._token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
+        self._prefixes: dict[str, PrefixUse] = {}
         self._lanes = {BASE_LANE: BASE_LOAD_ID}
         self._paused = False
         self._requests: dict[str, Sequence] = {}
+        self._compiling: dict[str, Sequence] = {}  # those of the requests that wait for their grammar
         self._notices: list[TokenChunk] = []  # last chunks of requests that ended outside a step
+        self._refused: list[tuple[str, ReefError]] = []  # after `add` had taken them
+        self._grammars = GrammarQueue(
+            self._grammar_compiler, timeout=config.grammar_timeout, limit=config.grammar_queue, wake=wake
+        )
         self._leaked: dict[str, str] = {}
         self._arrivals = itertools.count()
         self._stats = dict.fromkeys(
@@ -92,7 +116,10 @@ class LocalEngine:
     # ------------------------------------------------------------------------------------------ requests
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request. Raises InvalidRequest for what cannot be honoured."""
+        """Queue a request. Raises InvalidRequest for what cannot be honoured, Unavailable if too many grammars wait.
+
+        A grammar that turns out to be wrong when it is compiled is in `take_refused` later.
+        """
         if request.request_id in self._requests:
             raise InvalidRequest(f"request {request.request_id!r} is in flight already", "request_id")
         check_request(request, vocab_size=self.vocab_size, max_context=self.max_context)
@@ -100,6 +127,8 @@ class LocalEngine:
         if request.runtime_load_id is not None and load_id not in self._loads:
             raise InvalidRequest(f"runtime load {load_id!r} is not resident", "runtime_load_id")
         params = request.sampling
+        if params.grammar is not None:
+            check_grammar(params.grammar, self._config.grammar_max_bytes)
         penalized = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         own_ends = () if params.ignore_eos else self._end_ids
         sequence = Sequence(
@@ -108,11 +137,16 @@ class LocalEngine:
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             end_ids=frozenset(params.stop_token_ids).union(own_ends),
             load_id=load_id,
-            text=self._text_stream(params.stop) if params.stop else None,
+            text=TextStream(self._chat_tokenizer("sampling.stop"), params.stop) if params.stop else None,
             output_counts=np.zeros(self.vocab_size, dtype=np.int32) if penalized else None,
         )
+        if params.grammar is not None:
+            sequence.grammar = self._grammars.submit(request.request_id, params.grammar)
         self._requests[request.request_id] = sequence
-        self._scheduler.add(sequence)
+        if params.grammar is not None and sequence.grammar is None:
+            self._compiling[request.request_id] = sequence
+        else:
+            self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """End a request with CLIENT_LEFT; an unknown id is ignored."""
@@ -121,15 +155,32 @@ class LocalEngine:
 
     def has_work(self) -> bool:
         """Whether `step` would return or compute anything."""
-        return bool(self._notices or (self._requests and not self._paused))
+        ready = len(self._requests) > len(self._compiling) and not self._paused
+        return bool(self._notices or self._grammars.finished or ready)
 
     def step(self) -> list[TokenChunk]:
         """One iteration. While paused, only last chunks of requests that were ended; never a token."""
         chunks, self._notices = self._notices, []
-        if not self._paused and self._requests:
+        self._admit_compiled()
+        if not self._paused and len(self._requests) > len(self._compiling):
             with torch.inference_mode():
                 chunks += self._iterate()
         return chunks
+
+    def take_refused(self) -> list[tuple[str, ReefError]]:
+        """Request ids that a step found to be impossible after `add`, and why. They have no chunks."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def _admit_compiled(self) -> None:
+        for request_id, outcome in self._grammars.take():
+            sequence = self._compiling.pop(request_id)
+            if isinstance(outcome, GrammarState):
+                sequence.grammar = outcome
+                self._scheduler.add(sequence)
+            else:
+                del self._requests[request_id]
+                self._refused.append((request_id, outcome))
 
     def _iterate(self) -> list[TokenChunk]:
         chunks: list[TokenChunk] = []
@@ -148,6 +199,9 @@ class LocalEngine:
         """End everything in flight with ENGINE_CUT and start over with an empty cache."""
         for sequence in self._requests.values():
             self._notices.append(_last_chunk(sequence, Ending.ENGINE_CUT, reason))
+        for request_id in self._compiling:
+            self._grammars.cancel(request_id)
+        self._compiling.clear()
         self._requests.clear()
         self._reset()
         if self._runner.kv is not None:
@@ -241,35 +295,59 @@ class LocalEngine:
             free_pages=self._pool.free,
             total_pages=self._pool.total,
             running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
+            waiting=len(self._scheduler.waiting) + len(self._compiling),
+            dtype=str(self.dtype).removeprefix("torch."),
             leaked=dict(self._leaked),
             stats={
                 **self._stats,
                 "cached_pages": float(self._cache.num_pages),
                 "evicted_pages": float(self._cache.evictions),
                 "retractions": float(self._scheduler.retractions),
+                "compiling": float(len(self._compiling)),
+                "cached_bytes": float(self._cache.num_pages * self._config.page_size * self._token_bytes),
             },
+            prefixes={lane: replace(use) for lane, use in self._prefixes.items()},
         )
 
-    def release_memory(self) -> None:
-        """Free KV pages and all weights. Requests wait; those that pin another load than the base are cut.
+    def release_memory(self, regions: Collection[MemoryRegion]) -> MemoryReport:
+        """Free KV pages, all weights, or both. Requests go back to the queue; with the weights, pinned ones are cut.
 
-        Raises EngineError unless paused.
+        Raises EngineError, with nothing changed, unless paused and for a region that an engine has not.
         """
         if not self._paused:
             raise EngineError("release_memory is legal only while the engine is paused")
+        if unknown := set(regions) - {MemoryRegion.WEIGHTS, MemoryRegion.KV_CACHE}:
+            raise EngineError(f"an engine has no memory region {', '.join(sorted(unknown))}")
+        before = device.held_bytes(self.device)
         self.pause(PauseMode.RETRACT)
-        for sequence in [one for one in self._requests.values() if one.pinned and one.load_id != BASE_LOAD_ID]:
-            self._end_now(sequence, Ending.ENGINE_CUT, f"runtime load {sequence.load_id!r} was released")
-        self._runner.kv = None
-        self._loads.release()
+        if MemoryRegion.KV_CACHE in regions:
+            self._runner.kv = None
+        if MemoryRegion.WEIGHTS in regions:
+            for sequence in [one for one in self._requests.values() if one.pinned and one.load_id != BASE_LOAD_ID]:
+                self._end_now(sequence, Ending.ENGINE_CUT, f"runtime load {sequence.load_id!r} was released")
+            self._loads.release()
+        device.give_back(self.device)
+        return self._memory(before)
 
-    def restore_memory(self) -> None:
-        """Bring back the base and an empty cache. Lanes keep their load IDs, which have to be staged again."""
+    def restore_memory(self) -> MemoryReport:
+        """Bring back the base and an empty cache. Lanes keep their load IDs; loads that are gone are staged again."""
+        before = device.held_bytes(self.device)
+        with torch.inference_mode():
+            self._loads.restore()
         if self._runner.kv is None:
-            with torch.inference_mode():
-                self._loads.restore()
             self._runner.allocate()
+        device.give_back(self.device)  # what reading the weights took besides
+        return self._memory(before)
+
+    def _memory(self, before: int) -> MemoryReport:
+        gone = {MemoryRegion.WEIGHTS: BASE_LOAD_ID not in self._loads, MemoryRegion.KV_CACHE: self._runner.kv is None}
+        return MemoryReport(
+            owner=self._name,
+            released=[region for region, released in gone.items() if released],
+            bytes_before=before,
+            bytes_after=device.held_bytes(self.device),
+            device_free=device.free_bytes(self.device),
+        )
 
     # ------------------------------------------------------------------------------------------ inside
 
@@ -283,6 +361,8 @@ class LocalEngine:
             max_running=config.max_running,
             max_batch_tokens=config.max_batch_tokens,
             share_prefixes=config.prefix_cache,
+            token_bytes=self._token_bytes,
+            prefixes=self._prefixes,
         )
 
     def _lane_load(self, lane: str) -> str:
@@ -314,6 +394,10 @@ class LocalEngine:
                 self._quarantine(sequence)
                 chunks.append(self._notices.pop())
                 continue
+            if sequence.grammar is not None and (error := sequence.grammar.error) is not None:
+                self._end_now(sequence, Ending.ENGINE_CUT, f"the grammar cannot go on: {error}")
+                chunks.append(self._notices.pop())
+                continue
             sequence.append(token_id)
             chunk = TokenChunk(
                 request_id=sequence.request.request_id,
@@ -332,7 +416,11 @@ class LocalEngine:
         return chunks
 
     def _forget(self, sequence: Sequence) -> None:
-        del self._requests[sequence.request.request_id]
+        request_id = sequence.request.request_id
+        del self._requests[request_id]
+        if self._compiling.pop(request_id, None) is not None:
+            self._grammars.cancel(request_id)
+            return
         self._stats["prompt_tokens"] += sequence.num_prompt
         self._stats["cached_tokens"] += sequence.cached_tokens or 0
         self._scheduler.finish(sequence)
@@ -349,13 +437,19 @@ class LocalEngine:
         assert self._runner.kv is not None
         self._runner.kv.clear(self._pool.free_pages())
 
-    def _text_stream(self, stop: list[str]) -> TextStream:
+    def _chat_tokenizer(self, field: str) -> ChatTokenizer:
+        """The model's own, read when `field` first needs it. Raises InvalidRequest naming the field."""
         if self._tokenizer is None:
             try:
                 self._tokenizer = ChatTokenizer.load(self._path)
             except ConfigError as error:
-                raise InvalidRequest(f"stop strings need the model's tokenizer: {error}", "sampling.stop") from error
-        return TextStream(self._tokenizer, stop)
+                raise InvalidRequest(f"{field} needs the model's tokenizer: {error}", field) from error
+        return self._tokenizer
+
+    def _grammar_compiler(self) -> Callable[[Grammar], GrammarState]:
+        """Runs on the compiling thread."""
+        vocabulary = GrammarVocabulary(self._chat_tokenizer(FIELD), self.vocab_size, sorted(self._end_ids))
+        return vocabulary.compile
 
 
 def _row(sequence: Sequence) -> Row:
@@ -365,6 +459,7 @@ def _row(sequence: Sequence) -> Row:
         len(sequence.tokens),
         sequence.request.prompt_ids,
         sequence.output_counts,
+        None if sequence.grammar is None else sequence.grammar.allowed(),
     )
 
 
@@ -381,17 +476,9 @@ def _last_chunk(sequence: Sequence, ending: Ending, error: str | None) -> TokenC
     )
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("inference.device is cuda, but torch finds no CUDA device")
-    return torch.device(name)
-
-
-def _dtype(name: str, checkpoint: torch.dtype | None, device: torch.device) -> torch.dtype:
+def _dtype(name: str, checkpoint: torch.dtype | None, where: torch.device) -> torch.dtype:
     """auto: bfloat16 for a 16-bit checkpoint where the device computes in it natively, else float32."""
     if name == "auto":
-        native = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+        native = torch.cuda.is_bf16_supported() if where.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
         name = "bfloat16" if native and checkpoint in (torch.bfloat16, torch.float16) else "float32"
     return torch.bfloat16 if name == "bfloat16" else torch.float32

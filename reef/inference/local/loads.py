@@ -107,6 +107,7 @@ class Loads:
         """Free everything, the base too."""
         self._resident.clear()
         self._stacks.clear()
+        self._ops.release()
 
     def restore(self) -> None:
         """Read the base again. Other loads have to be staged again."""

@@ -80,6 +80,9 @@ class NativeOps(Ops):
 
         return run
 
+    def release(self) -> None:
+        self._weights = _Slabs()  # the newest slab would stay for the sake of its rest
+
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
         self._add_norm[x.dtype](_at(x), _at(delta), _at(weight), _at(out), *x.shape, eps)

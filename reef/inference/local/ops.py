@@ -31,6 +31,9 @@ class Ops:
             return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
         return lambda x: F.linear(x, weight, bias)
 
+    def release(self) -> None:
+        """Forget what was kept for weights that are gone."""
+
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add `delta` to `x` [T, H] in place; return x / rms(x) * weight."""
         if delta is not None:

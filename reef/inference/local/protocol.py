@@ -17,7 +17,7 @@ import msgspec
 from reef.errors import EngineError
 from reef.runtime.interfaces import Ending, GenerateRequest, TokenChunk
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 
 _LENGTH_BYTES = 4

@@ -1,7 +1,7 @@
 """From logits to tokens, for the whole batch at once.
 
-Order: repetition, presence and frequency penalties, bias, temperature, then min-p, top-k and top-p, each on what the
-one before left.
+Order: repetition, presence and frequency penalties, bias, grammar, temperature, then min-p, top-k and top-p, each on
+what the one before left.
 Randomness is one uniform number per (request seed, position of the token), so a request draws the same numbers
 whatever runs beside it. Its logits, though, are sums whose order may depend on the batch: where two tokens' cumulative
 probabilities touch within float noise (about 1e-6 of draws in float32) the outcome may differ.
@@ -26,13 +26,14 @@ _CANDIDATES = 512
 
 @dataclass(slots=True, frozen=True)
 class Row:
-    """What sampling needs of one sequence. `output_counts` [V] is None without penalties."""
+    """What sampling needs of one sequence. `output_counts` [V] is None without penalties, `allowed` without grammar."""
 
     params: SamplingParams
     seed: int
     position: int  # of the token to sample, from the start of the prompt
     prompt_ids: list[int]
     output_counts: npt.NDArray[np.int32] | None
+    allowed: npt.NDArray[np.bool_] | None = None  # [V]; others are never drawn
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,8 +75,12 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _adjust(logits: Tensor, rows: Sequences[Row]) -> Tensor:
-    """Apply penalties and bias; the logits themselves when no row has any."""
-    touched = [index for index, row in enumerate(rows) if row.output_counts is not None or row.params.logit_bias]
+    """Apply penalties, bias and grammar; the logits themselves when no row has any."""
+    touched = [
+        index
+        for index, row in enumerate(rows)
+        if row.output_counts is not None or row.params.logit_bias or row.allowed is not None
+    ]
     if not touched:
         return logits
     logits = logits.clone()
@@ -87,6 +92,8 @@ def _adjust(logits: Tensor, rows: Sequences[Row]) -> Tensor:
             ids = torch.tensor(list(params.logit_bias), device=logits.device)
             bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
             logits[index].index_add_(0, ids, bias)
+        if row.allowed is not None:
+            logits[index].masked_fill_(torch.from_numpy(~row.allowed).to(logits.device), -torch.inf)
     return logits
 
 

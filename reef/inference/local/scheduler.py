@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from reef.inference.local.kv_cache import PagePool, PrefixCache
 from reef.inference.local.sequence import Sequence
+from reef.runtime.interfaces import PrefixUse
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,8 +32,17 @@ class Scheduler:
     """Decoding first, then prefills that have begun, then admission, each by age. The youngest give way."""
 
     def __init__(
-        self, pool: PagePool, cache: PrefixCache, *, max_running: int, max_batch_tokens: int, share_prefixes: bool
+        self,
+        pool: PagePool,
+        cache: PrefixCache,
+        *,
+        max_running: int,
+        max_batch_tokens: int,
+        share_prefixes: bool,
+        token_bytes: int,
+        prefixes: dict[str, PrefixUse],
     ) -> None:
+        """`token_bytes` is the size of one token's KV; what sharing does is added to `prefixes`, by lane."""
         self.waiting: list[Sequence] = []  # by arrival
         self.running: list[Sequence] = []  # by arrival
         self.retractions = 0
@@ -42,6 +52,8 @@ class Scheduler:
         self._max_running = max_running
         self._max_batch_tokens = max_batch_tokens
         self._share_prefixes = share_prefixes
+        self._token_bytes = token_bytes
+        self._prefixes = prefixes
 
     def sequences(self) -> list[Sequence]:
         """All that are in flight, running ones first."""
@@ -80,6 +92,7 @@ class Scheduler:
         """Send a running sequence back to the queue. Its KV is gone, but for what `keep_prefix` leaves in the cache."""
         if keep_prefix:
             self.share(sequence)
+        sequence.num_lost = sequence.num_computed
         self._free(sequence)
         self.running.remove(sequence)
         self.add(sequence)
@@ -155,8 +168,13 @@ class Scheduler:
         sequence.nodes = nodes
         sequence.pages = [node.page for node in nodes]
         sequence.num_computed = len(nodes) * self._page_size
+        use = self._prefixes.setdefault(sequence.request.lane, PrefixUse())
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.num_computed, sequence.num_prompt)
+            use.prompt_tokens += sequence.num_prompt
+            use.hit_tokens += sequence.cached_tokens
+            use.hit_bytes += sequence.cached_tokens * self._token_bytes
+        use.recomputed_tokens += max(0, sequence.num_lost - sequence.num_computed)
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=_arrival)
         return True

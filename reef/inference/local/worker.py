@@ -17,7 +17,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -46,6 +46,8 @@ from reef.points import Point, crossing
 from reef.runtime.interfaces import (
     EngineReport,
     GenerateRequest,
+    MemoryRegion,
+    MemoryReport,
     PauseMode,
     TokenChunk,
     TransferSession,
@@ -66,7 +68,8 @@ T = TypeVar("T")
 class _StepLoop:
     """Owns the engine on one thread. Everything else reaches it as mail."""
 
-    def __init__(self, build: Callable[[], LocalEngine], plane: _DataPlane) -> None:
+    def __init__(self, build: Callable[[Callable[[], None]], LocalEngine], plane: _DataPlane) -> None:
+        """`build` gets what wakes the loop."""
         self._plane = plane
         self._wake = Condition()  # guards _mail and _open
         self._mail: deque[Callable[[], None]] = deque()
@@ -88,8 +91,11 @@ class _StepLoop:
                 self._wake.notify()
             return self._open
 
-    def call(self, work: Callable[[LocalEngine], T], *, even_if_broken: bool = False) -> T:
-        """Run `work` between two steps and return what it returns. Raises EngineUncertain on a broken engine."""
+    def call(self, work: Callable[[LocalEngine], T], *, even_if_broken: bool = False, all_or_broken: bool = False) -> T:
+        """Run `work` between two steps and return what it returns. Raises EngineUncertain on a broken engine.
+
+        With `all_or_broken` the engine is broken if the work fails.
+        """
         future: Future[T] = Future()
 
         def letter() -> None:
@@ -99,6 +105,9 @@ class _StepLoop:
             try:
                 future.set_result(work(self._engine))
             except Exception as error:
+                if all_or_broken:
+                    self._broken = f"{type(error).__name__}: {error}"
+                    error = EngineUncertain(self._broken)
                 future.set_exception(error)
 
         if not self.post(letter):
@@ -125,6 +134,9 @@ class _StepLoop:
 
         self.post(letter)
 
+    def wake(self) -> None:
+        self.post(lambda: None)
+
     def health(self) -> str | None:
         began = self._step_began
         if self._broken is not None:
@@ -142,9 +154,9 @@ class _StepLoop:
             self._wake.notify()
         self._thread.join(_CLOSE_SECONDS)
 
-    def _run(self, build: Callable[[], LocalEngine], ready: Future[None]) -> None:
+    def _run(self, build: Callable[[Callable[[], None]], LocalEngine], ready: Future[None]) -> None:
         try:
-            self._engine = build()
+            self._engine = build(self.wake)
         except Exception as error:
             ready.set_exception(error)
             return
@@ -176,6 +188,8 @@ class _StepLoop:
         else:
             self._failures = 0
             self._plane.deliver(chunks)
+            for request_id, refusal in self._engine.take_refused():
+                self._plane.reject_soon(request_id, refusal)
         self._step_began = None
 
     def _fail(self, error: Exception) -> None:
@@ -288,7 +302,7 @@ class _DataPlane:
         """End what the engine did not end itself."""
         self._loop.call_soon_threadsafe(self._cut_all, reason)
 
-    def _reject_soon(self, engine_id: str, error: Exception) -> None:
+    def reject_soon(self, engine_id: str, error: Exception) -> None:
         self._loop.call_soon_threadsafe(self._reject, engine_id, error)
 
     def drain(self) -> None:
@@ -312,7 +326,7 @@ class _DataPlane:
             return
         client.requests.add(request_id)
         self._owners[request_id] = client
-        self._steps.add(request, partial(self._reject_soon, request_id))
+        self._steps.add(request, partial(self.reject_soon, request_id))
 
     def abort(self, request_id: str) -> None:
         if request_id in self._owners:  # else it ended while the abort was on its way
@@ -380,7 +394,7 @@ class EngineWorker:
     ) -> None:
         """`listen` is an `Address` as text; port 0 is any free one."""
         self._plane = _DataPlane(listen)
-        self._steps = _StepLoop(lambda: LocalEngine(config, name, base_content_id), self._plane)
+        self._steps = _StepLoop(lambda wake: LocalEngine(config, name, base_content_id, wake), self._plane)
         if paused:
             self._steps.call(lambda engine: engine.pause(PauseMode.RETRACT))
         max_context = self._steps.call(lambda engine: engine.max_context)
@@ -436,13 +450,14 @@ class EngineWorker:
     def report(self) -> EngineReport:
         return self._steps.call(lambda engine: engine.report(), even_if_broken=True)
 
-    def release_memory(self) -> None:
+    def release_memory(self, regions: Collection[MemoryRegion]) -> MemoryReport:
+        """An engine that fails this, or `restore_memory`, stays broken: nobody knows what it still holds."""
         with crossing(Point.ENGINE_RELEASE_MEMORY):
-            self._steps.call(lambda engine: engine.release_memory())
+            return self._steps.call(lambda engine: engine.release_memory(regions), all_or_broken=True)
 
-    def restore_memory(self) -> None:
+    def restore_memory(self) -> MemoryReport:
         with crossing(Point.ENGINE_RESTORE_MEMORY):
-            self._steps.call(lambda engine: engine.restore_memory())
+            return self._steps.call(lambda engine: engine.restore_memory(), all_or_broken=True)
 
     def dtype(self) -> str:
         """What the engine computes in: "float32", "bfloat16"."""

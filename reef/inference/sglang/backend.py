@@ -7,7 +7,7 @@ Full weights cannot: an engine holds one set, so `stage` only takes note of them
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event, Lock, Thread
@@ -19,12 +19,14 @@ from reef.inference.sglang.control import EngineState, Refused
 from reef.inference.sglang.engine import BorrowedEngine, Engine, ManagedEngine
 from reef.inference.sglang.environment import require_interpreter
 from reef.inference.sglang.router import Router
-from reef.inference.sglang.table import engine_report, table_entry
+from reef.inference.sglang.table import engine_report, memory_report, table_entry
 from reef.inference.sglang.weights import check_weights_directory
 from reef.runtime.interfaces import (
     BASE_LOAD_ID,
     EngineReport,
     InferenceBackend,
+    MemoryRegion,
+    MemoryReport,
     PauseMode,
     TransferSession,
     WeightKind,
@@ -397,23 +399,37 @@ class SGLangBackend(InferenceBackend):
 
     # ------------------------------------------------------------------ memory and reports
 
-    def release_memory(self) -> None:
-        """The engines must be paused by a barrier that retracted: SGLang dies when it is told so while it is busy."""
+    def release_memory(self, regions: Collection[MemoryRegion]) -> list[MemoryReport]:
+        """The engines must be paused by a barrier that retracted: SGLang dies when it is told so while it is busy.
+
+        Adapters stay: SGLang keeps them in the host's memory.
+        """
         if self._paused is not PauseMode.RETRACT:
             raise EngineError("memory can be released only behind a barrier that retracted")
-        self._all("releasing memory", lambda engine: engine.control.release_memory())
+        tags = sorted(region.value for region in regions)
+        return self._hand_over("releasing memory", lambda engine: engine.control.release_memory(tags))
 
-    def restore_memory(self) -> None:
-        """Take the memory again, then load the full weights again: a release without a backup loses them."""
-        if not any(scheduler.released for state in self._states() for scheduler in state.schedulers):
-            return  # SGLang dies when told to restore what it never released
+    def restore_memory(self) -> list[MemoryReport]:
+        """Take the memory again; full weights are loaded again: a release without a backup loses them."""
         path = self._path_of(self._loads.get(self._weights))
 
         def restore(engine: Engine) -> None:
-            engine.control.restore_memory()
-            engine.control.update_weights(path, self._weights)
+            released = {tag for scheduler in engine.control.state().schedulers for tag in scheduler.released}
+            if not released:
+                return  # SGLang dies when told to restore what it never released
+            engine.control.restore_memory(sorted(released))
+            if MemoryRegion.WEIGHTS in released:
+                engine.control.update_weights(path, self._weights)
 
-        self._all("restoring memory", restore)
+        return self._hand_over("restoring memory", restore)
+
+    def _hand_over(self, what: str, call: Callable[[Engine], None]) -> list[MemoryReport]:
+        before = self._states()
+        self._all(what, call)
+        return [
+            memory_report(engine.name, first, second)
+            for engine, first, second in zip(self._engines, before, self._states(), strict=True)
+        ]
 
     def reports(self) -> list[EngineReport]:
         return [engine_report(engine.name, state) for engine, state in zip(self._engines, self._states(), strict=True)]

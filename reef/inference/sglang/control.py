@@ -27,7 +27,8 @@ class SchedulerState(msgspec.Struct, frozen=True):
     free_tokens: int
     cached_tokens: int
     total_tokens: int
-    resident_bytes: int
+    resident_bytes: int  # of the device; on a CPU, of the process
+    device_free: int
     released: list[str]
 
 
@@ -131,11 +132,11 @@ class EngineControl:
         meta = msgspec.json.decode(self._call("POST", "/generate", body))["meta_info"]
         return [entry[0] for entry in meta["input_token_logprobs"][1:]]
 
-    def release_memory(self) -> None:
-        self._call("POST", "/release_memory_occupation", {})
+    def release_memory(self, tags: list[str]) -> None:
+        self._call("POST", "/release_memory_occupation", {"tags": tags})
 
-    def restore_memory(self) -> None:
-        self._call("POST", "/resume_memory_occupation", {})
+    def restore_memory(self, tags: list[str]) -> None:
+        self._call("POST", "/resume_memory_occupation", {"tags": tags})
 
     def _call(self, method: str, path: str, body: Any = None) -> bytes:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from reef.inference.sglang.control import EngineState
-from reef.runtime.interfaces import BASE_LOAD_ID, EngineReport
+from reef.runtime.interfaces import BASE_LOAD_ID, EngineReport, MemoryRegion, MemoryReport
 
 
 def table_entry(content_id: str, adapter: str | None, weights: str) -> dict[str, Any]:
@@ -31,9 +31,22 @@ def engine_report(name: str, state: EngineState) -> EngineReport:
         total_pages=sum(one.total_tokens for one in schedulers),
         running=sum(one.running for one in schedulers),
         waiting=sum(one.waiting for one in schedulers),
+        dtype=state.settings.dtype,
         stats={
             "cached_tokens": float(sum(one.cached_tokens for one in schedulers)),
             "compiling": float(sum(one.compiling for one in schedulers)),
             "resident_bytes": float(sum(one.resident_bytes for one in schedulers)),
         },
+    )
+
+
+def memory_report(name: str, before: EngineState, after: EngineState) -> MemoryReport:
+    """What every scheduler of the engine released, from what its processes held."""
+    held = [set(one.released) for one in after.schedulers]
+    return MemoryReport(
+        owner=name,
+        released=[region for region in MemoryRegion if all(region.value in released for released in held)],
+        bytes_before=sum(one.resident_bytes for one in before.schedulers),
+        bytes_after=sum(one.resident_bytes for one in after.schedulers),
+        device_free=sum(one.device_free for one in after.schedulers),
     )

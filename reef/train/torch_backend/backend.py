@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from reef.errors import WorkerDied
 from reef.runtime.interfaces import (
     Executor,
+    MemoryReport,
     TrainingBackend,
     TrainJob,
     TrainResult,
@@ -16,6 +18,8 @@ from reef.runtime.interfaces import (
 from reef.train.torch_backend.config import TorchConfig
 
 ATTACH_SECONDS = 30.0
+RELEASE_SECONDS = 120.0
+"""A trainer that has not given the device back by then is ended: requests wait for it."""
 
 
 class TorchBackend(TrainingBackend):
@@ -34,17 +38,27 @@ class TorchBackend(TrainingBackend):
         executor.start()
 
     def train(self, job: TrainJob) -> TrainResult:
+        result: TrainResult = self._call(self._config.step_timeout, "train", job)
+        return result
+
+    def release_memory(self) -> MemoryReport:
+        report: MemoryReport = self._call(RELEASE_SECONDS, "release_memory")
+        return report
+
+    def restore_memory(self) -> MemoryReport:
+        report: MemoryReport = self._call(self._config.step_timeout, "restore_memory")
+        return report
+
+    def _call(self, timeout: float, method: str, *args: TrainJob) -> Any:
         if self._executor is None:
             raise WorkerDied("the trainer is not started")
         try:
-            result: TrainResult = self._executor.rpc(0, "train", job).result(self._config.step_timeout)
+            return self._executor.rpc(0, method, *args).result(timeout)
         except TimeoutError:
             # The step may still run; ending its process is the only way to be sure that nobody else trains this job.
             self._executor.close()
-            raise WorkerDied(
-                f"the step took longer than training.step-timeout ({self._config.step_timeout:g} s)"
-            ) from None
-        return result
+            what = f"the step took longer than training.step-timeout ({timeout:g} s)"
+            raise WorkerDied(what if method == "train" else f"{method} took longer than {timeout:g} s") from None
 
     def attach(self, session: TransferSession) -> None:
         if self._executor is None:

@@ -8,9 +8,29 @@ import msgspec
 
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-PROCESS_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+PROCESS_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """For the worker's process. Torch's threads otherwise spin while they wait for each other, which makes a step many
-times slower when there are more busy threads than cores; libgomp reads it once, when torch is imported."""
+times slower when there are more busy threads than cores; libgomp reads it once, when torch is imported. With a fixed
+workspace cuBLAS computes the same sums each time (torch.use_deterministic_algorithms)."""
+
+
+class TorchOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, rename="kebab"):
+    """Key `training.options`."""
+
+    disjoint_prefix_sharing: Annotated[
+        bool,
+        msgspec.Meta(
+            description="without colocate, with SGLang: publications retract and flush, so that engines may share "
+            "prefixes whatever keys they have"
+        ),
+    ] = False
+    keep_lora_base_resident: Annotated[
+        bool,
+        msgspec.Meta(
+            description="with colocate: a step frees the engines' KV cache only; the frozen base and its adapters "
+            "stay on the device. A trainer that starts gets the whole device all the same"
+        ),
+    ] = False
 
 
 class TorchConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, rename="kebab"):
@@ -44,7 +64,21 @@ class TorchConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     device: Annotated[Literal["auto", "cpu", "cuda"], msgspec.Meta(description="auto: cuda if there is one")] = "auto"
     gradient_checkpointing: Annotated[bool, msgspec.Meta(description="recompute activations to save memory")] = False
 
+    colocate: Annotated[
+        bool,
+        msgspec.Meta(
+            description="trainer and engines share their devices: requests wait while a step runs; needs "
+            "inference.pause-mode retract, which is then the default"
+        ),
+    ] = False
+    options: Annotated[TorchOptions, msgspec.Meta(description="finer choices")] = TorchOptions()
+
     def __post_init__(self) -> None:
+        if self.options.keep_lora_base_resident and not (self.colocate and self.mode == "lora"):
+            raise ValueError(
+                "options.keep-lora-base-resident must be false without colocate and mode lora: only the base of "
+                f"adapters can stay, got colocate {str(self.colocate).lower()} and mode {self.mode}"
+            )
         if "lm_head" in self.lora_target_modules:
             raise ValueError("lora-target-modules must not contain lm_head: no engine here serves such an adapter")
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from reef import device
 from reef.errors import ConfigError
 from reef.runtime.interfaces import WeightKind
 from reef.train.torch_backend import attention
@@ -30,15 +31,17 @@ class Policy:
     disk. Where the model computes in float32 they are the same tensors. Raises ConfigError if the model cannot train.
     """
 
-    def __init__(self, model_path: Path, config: TorchConfig) -> None:
+    def __init__(self, model_path: Path, config: TorchConfig, *, check: bool = True) -> None:
+        """`check` compares Reef's forward pass with the model's own."""
         self.kind = WeightKind(config.mode)
         self.model_path = model_path
-        self.device = _device(config.device)
+        self.device: torch.device = device.choose(config.device, "training.device")
         self.dtype = _dtype(model_path, config.dtype, self.device)
         self.causal = load_causal(model_path, self.dtype, self.device)
         self.adapted = _adapt(self.causal, config) if self.kind is WeightKind.LORA else None
         self._frozen_base: PreTrainedModel | None = None
-        _check_forward(self.causal)
+        if check:
+            _check_forward(self.causal)
         if config.gradient_checkpointing:
             _checkpoint_layers(self.causal)
         module: nn.Module = self.adapted or self.causal
@@ -71,7 +74,8 @@ class Policy:
         """Log-probabilities of token_ids[1:], as an engine of the same dtype computes them."""
         with torch.no_grad():
             logprobs, _ = _forward(self.causal, pack_one(token_ids))
-        return [float(value) for value in logprobs]
+        values: list[float] = logprobs.tolist()
+        return values
 
     def collect_gradients(self) -> None:
         """Add the gradients of the last backward pass to those of the masters."""
@@ -169,12 +173,6 @@ def _adapt(causal: PreTrainedModel, config: TorchConfig) -> peft.PeftModel:
             return peft.get_peft_model(causal, lora, autocast_adapter_dtype=False)
         except ValueError as error:
             raise ConfigError(f"training.lora-target-modules: {error}") from error
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
 
 
 def _dtype(model_path: Path, name: str, device: torch.device) -> torch.dtype:

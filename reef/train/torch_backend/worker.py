@@ -12,9 +12,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from reef import device
 from reef.errors import StorageError, TrainingError
 from reef.points import Point, crossing
-from reef.runtime.interfaces import TrainJob, TrainResult, TransferSession
+from reef.runtime.interfaces import MemoryRegion, MemoryReport, TrainJob, TrainResult, TransferSession
 from reef.train.objectives import lookup
 from reef.train.torch_backend.config import TorchConfig
 from reef.train.torch_backend.model import Policy, load_causal
@@ -40,16 +41,51 @@ class TorchWorker:
         if config.threads:
             torch.set_num_threads(config.threads)
         transformers_logging.disable_progress_bar()
+        self._model_path = Path(model_path)
         self._config = config
-        self._policy = Policy(Path(model_path), config)
-        if self._policy.device.type == "cuda":
+        self._device = device.choose(config.device, "training.device")
+        if self._device.type == "cuda":
             torch.use_deterministic_algorithms(True, warn_only=True)
-        self._optimizer = MasterOptimizer(self._policy.masters, config)
+        self._build(check=True)
+
+    def _build(self, *, check: bool) -> None:
+        """Load the base; `check` it once in a process."""
+        self._policy: Policy = Policy(self._model_path, self._config, check=check)
+        self._optimizer: MasterOptimizer = MasterOptimizer(self._policy.masters, self._config)
         self._fresh_adapter: dict[str, Tensor] = {}
         if self._policy.adapted is not None:
             self._fresh_adapter = {name: master.detach().clone() for name, master in self._policy.masters.items()}
-        self._resident = BASE
+        self._resident: Identity = BASE
+        self._released = False
         self._probe: tuple[list[int], list[float]] = ([], [])  # ids and their log-probabilities under what is resident
+
+    def release_memory(self) -> MemoryReport:
+        """Drop model, masters and optimizer state; all of it is on disk, or of no use."""
+        with crossing(Point.TRAINER_RELEASE_MEMORY):
+            before = device.held_bytes(self._device)
+            if not self._released:
+                del self._policy, self._optimizer, self._fresh_adapter
+            self._released = True
+            device.give_back(self._device)
+            return self._memory(before)
+
+    def restore_memory(self) -> MemoryReport:
+        """Load the base; the next job loads its incumbent."""
+        with crossing(Point.TRAINER_RESTORE_MEMORY):
+            before = device.held_bytes(self._device)
+            if self._released:
+                self._build(check=False)
+            device.give_back(self._device)  # what loading took besides
+            return self._memory(before)
+
+    def _memory(self, before: int) -> MemoryReport:
+        return MemoryReport(
+            owner="trainer",
+            released=[MemoryRegion.WEIGHTS, MemoryRegion.OPTIMIZER] if self._released else [],
+            bytes_before=before,
+            bytes_after=device.held_bytes(self._device),
+            device_free=device.free_bytes(self._device),
+        )
 
     def health(self) -> None:
         """Answers when the worker is alive and not busy."""
@@ -63,6 +99,7 @@ class TorchWorker:
 
     def train(self, job: TrainJob) -> TrainResult:
         """See TrainingBackend.train. Raises TrainingError or StorageError; then nothing was written."""
+        assert not self._released, "a step without the device"
         started = time.perf_counter()
         try:
             loss = lookup(job.signal.objective)
@@ -103,7 +140,7 @@ class TorchWorker:
         else:
             exact = self._optimizer.read(Path(job.state_path))
             for name, master in exact.items():
-                if not torch.equal(master.to(values[name].dtype), values[name]):
+                if not torch.equal(master.to(values[name].dtype), values[name].cpu()):
                     raise TrainingError(f"the optimizer state is not of these weights: {name}")
             values |= exact
         self._policy.assign(values)

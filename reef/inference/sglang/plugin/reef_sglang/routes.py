@@ -69,8 +69,11 @@ def _settings(manager: Any) -> dict[str, Any]:
 def scheduler_state(result: Any, internal: Any, *_: Any, **__: Any) -> Any:
     """After `SchedulerInternalStateController.get_internal_state`, in the scheduler's process: for `/reef/state`."""
     import psutil
+    from sglang.srt.platforms import current_platform
 
     scheduler = internal.scheduler
+    free, total = current_platform.get_available_memory()
+    on_cpu = current_platform.device_type == "cpu"
     result.internal_state[STATE_KEY] = {
         "weights": served_weights(),
         "paused": scheduler._engine_paused,
@@ -80,7 +83,8 @@ def scheduler_state(result: Any, internal: Any, *_: Any, **__: Any) -> Any:
         "free_tokens": scheduler.token_to_kv_pool_allocator.available_size(),
         "cached_tokens": scheduler.tree_cache.evictable_size(),
         "total_tokens": scheduler.max_total_num_tokens,
-        "resident_bytes": psutil.Process().memory_info().rss,
+        "resident_bytes": psutil.Process().memory_info().rss if on_cpu else total - free,
+        "device_free": free,
         "released": sorted(scheduler.weight_updater.offload_tags),
     }
     return result

@@ -1,0 +1,1 @@
+"""`make gpu`: one self-contained acceptance run of engine, trainer and publication on a GPU."""
