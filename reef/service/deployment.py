@@ -19,14 +19,14 @@ from reef.inference.chat.service import ChatService
 from reef.recipe.lookup import build_evaluator, build_recipe
 from reef.records.lock import DirectoryLock
 from reef.records.sqlite import SqliteStorage
-from reef.runtime.interfaces import EngineReport, InferenceHandler, MarkerState, PauseMode, PrefixUse, Storage
+from reef.runtime.interfaces import EngineReport, InferenceHandler, MarkerState, PrefixUse, Storage
 from reef.runtime.publication import weight_kind
 from reef.runtime.recovery import MarkerFile
 from reef.scenario.candidates import RuntimeCandidateBackend
 from reef.scenario.scenario import Scenario
 from reef.scenario.steps import Services
 from reef.service.config import NoTraining, ReefConfig
-from reef.service.plan import lay_foundation
+from reef.service.plan import lay_foundation, pause_mode
 from reef.service.runtime import build_runtimes
 
 log = logging.getLogger("reef.service")
@@ -93,7 +93,7 @@ class Deployment:
             base_content_id=self._base,
             probe_ids=foundation.probe_ids,
             released=self._collect_garbage,
-            pause_mode=PauseMode(config.inference.pause_mode),
+            pause_mode=pause_mode(config),
         )
 
     async def _check_chain(self) -> None:

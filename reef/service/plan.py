@@ -50,35 +50,45 @@ def lay_foundation(config: ReefConfig) -> Foundation:
 def build_plan(config: ReefConfig, foundation: Foundation) -> DeploymentPlan:
     """What a coordinator of this deployment would start; allocates nothing."""
     workplace = Workplace(config.execution, config.inference, config.training, foundation.data)
-    engines, pause_mode = _inference(config, foundation, workplace)
     return DeploymentPlan(
         resources=workplace,
-        inference=engines,
+        inference=_engines(config, foundation, workplace),
         training=_trainer(config, workplace),
         directory=foundation.data,
         contents=foundation.contents,
         base_content_id=foundation.base_content_id,
-        pause_mode=pause_mode,
+        pause_mode=pause_mode(config),
         probe_ids=foundation.probe_ids,
         **_sharing(config),
     )
 
 
-def _inference(config: ReefConfig, foundation: Foundation, workplace: Workplace) -> tuple[InferenceBackend, PauseMode]:
+def pause_mode(config: ReefConfig) -> PauseMode:
+    """How this deployment's publications pause. Raises ConfigError where what was set contradicts the rest."""
+    inference, training = config.inference, config.training
+    if not isinstance(inference, SGLangConfig):
+        return PauseMode(inference.pause_mode)
+    if isinstance(training, NoTraining):
+        return inference.pausing(colocated=False, disjoint_prefix_sharing=False)
+    return inference.pausing(
+        colocated=training.colocate, disjoint_prefix_sharing=training.options.disjoint_prefix_sharing
+    )
+
+
+def _engines(config: ReefConfig, foundation: Foundation, workplace: Workplace) -> InferenceBackend:
     inference, training, base = config.inference, config.training, foundation.base_content_id
     if isinstance(inference, SGLangConfig):
-        trains = None if isinstance(training, NoTraining) else training
-        colocated = trains is not None and trains.colocate
-        sharing = trains is not None and trains.options.disjoint_prefix_sharing
-        mode = inference.pausing(colocated=colocated, disjoint_prefix_sharing=sharing)
-        lora = trains is None or trains.mode == "lora"
-        logs = foundation.data / "logs"
-        engines = SGLangBackend(inference, mode=mode, lora=lora, colocated=colocated, base_content_id=base, logs=logs)
-        return engines, mode
-    local = LocalBackend(
+        return SGLangBackend(
+            inference,
+            mode=pause_mode(config),
+            lora=isinstance(training, NoTraining) or training.mode == "lora",
+            colocated=not isinstance(training, NoTraining) and training.colocate,
+            base_content_id=base,
+            logs=foundation.data / "logs",
+        )
+    return LocalBackend(
         inference, partial(workplace.executor, ENGINE), base_content_id=base, host=workplace.data_plane_host
     )
-    return local, PauseMode(inference.pause_mode)
 
 
 def _sharing(config: ReefConfig) -> dict[str, Any]:

@@ -321,14 +321,14 @@ class SGLangBackend(InferenceBackend):
         self._put_table()
 
     def _needs_full(self, lane: str, load: WeightLoad | None) -> bool:
-        """Adapters lie over the base: a base load needs other full weights only where full weights were published."""
-        if load is None:  # the base load: a lane that does not hold the weights leaves them to the one that does
+        """Whether other full weights must be loaded. A base lane leaves them to the lane that published them."""
+        if load is not None and load.kind is WeightKind.LORA:
+            if not self._holds_base:
+                raise EngineError(f"an adapter cannot lie over the full weights of {self._weights}")
+            return False
+        if load is None or load.path is None:
             return not self._holds_base and self._lanes.get(lane) == self._weights
-        if load.kind is WeightKind.FULL:
-            return load.path is not None or not self._holds_base
-        if not self._holds_base:
-            raise EngineError(f"an adapter cannot lie over the full weights of {self._weights}")
-        return False
+        return True
 
     def _replace_full(self, lane: str, runtime_load_id: str, load: WeightLoad | None) -> None:
         others = {name for name, served in self._lanes.items() if name != lane and not self._is_base(served)}
