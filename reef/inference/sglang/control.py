@@ -36,7 +36,7 @@ class Settings(msgspec.Struct, frozen=True):
     model_path: str
     dtype: str
     disable_radix_cache: bool
-    enable_lora: bool
+    enable_lora: bool | None  # null: off
     disaggregation_mode: str
     tp_size: int
     dp_size: int
