@@ -83,6 +83,7 @@ class SGLangBackend(InferenceBackend):
         self._dtype = ""
         self._doubt: str | None = None  # why the engines must be replaced
         self._silence: str | None = None  # what the watching thread found
+        self._epoch: object | None = None  # of the engines that serve; None while they are started or stopped
         self._lock = Lock()  # guards _doubt
         self._closing = Event()
         self._watch: Thread | None = None
@@ -149,6 +150,7 @@ class SGLangBackend(InferenceBackend):
             self._router.set_workers([engine.control.url for engine in self._engines], self._config.start_timeout)
         with self._lock:
             self._doubt = self._silence = None
+        self._epoch = object()
 
     def _tries(self) -> tuple[bool, ...]:
         """Start with a prefix cache where it may turn out safe, and again without one if it does not."""
@@ -211,6 +213,7 @@ class SGLangBackend(InferenceBackend):
                 engine.control.unload_adapter(name)
 
     def _stop(self) -> None:
+        self._epoch = None
         for engine in self._engines:
             engine.release()
         failures = [failure for failure in self._outcomes(lambda engine: engine.stop()) if failure is not None]
@@ -220,7 +223,9 @@ class SGLangBackend(InferenceBackend):
     def _look(self) -> None:
         """Ask every engine now and then: one that hangs, or a borrowed one that died, has no exit code to look at."""
         while not self._closing.wait(_PROBE_SECONDS):
-            found = None
+            found, epoch = None, self._epoch
+            if epoch is None:
+                continue
             for engine in self._engines:
                 if engine.death() is not None:
                     continue
@@ -228,7 +233,8 @@ class SGLangBackend(InferenceBackend):
                     engine.control.state()
                 except ReefError as error:
                     found = str(error)
-            self._silence = found
+            if epoch is self._epoch:  # else it was said of engines that are gone
+                self._silence = found
 
     # ------------------------------------------------------------------ barrier
 
