@@ -79,8 +79,12 @@ class EngineControl:
         self._host, self._port = parts.hostname, parts.port or 80
 
     def state(self) -> EngineState:
-        """Raises Refused if Reef's plugin is not in the engine."""
-        return msgspec.json.decode(self._call("GET", "/reef/state"), type=EngineState)
+        """Raises Refused if Reef's plugin is not in the engine, EngineError if it is another version's."""
+        answer = self._call("GET", "/reef/state")
+        try:
+            return msgspec.json.decode(answer, type=EngineState)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{self.name} does not say its state as Reef's plugin does: {error}") from error
 
     def answers(self) -> bool:
         """Whether the engine serves; never raises for one that does not."""
