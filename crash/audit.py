@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from reef.errors import ReefError
 RESCORED = 25
 """New answers that one check re-scores, besides all that cross a publication."""
 NEWEST = 60
+READS = 20
+"""Of releases and commits, until no release came between them."""
 
 
 @dataclass(slots=True)
@@ -85,10 +88,7 @@ class Audit:
 
     def _check_chain(self, scenario: str, known: Known) -> None:
         """Linear, append-only, moved by compare-and-swap; the head is the last release."""
-        shown = self._newest(scenario, "releases", known.releases, "number")
-        releases = shown["releases"]
-        commits = self._newest(scenario, "commits", known.commits, "step")["commits"]
-        self._expect(shown["head"] == releases[0]["release_id"], f"{scenario}: the head is not the newest release")
+        releases, commits = self._chain(scenario, known)
         _extend(known.releases, releases, "number", self._complain(scenario))
         _extend(known.commits, commits, "step", self._complain(scenario))
         numbers = sorted(known.releases)
@@ -105,6 +105,19 @@ class Audit:
         )
         self._check_commits(scenario, known)
 
+    def _chain(self, scenario: str, known: Known) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Releases and commits of one moment: read again while a release was published between the reads."""
+        for attempt in range(READS):
+            before = self._newest(scenario, "releases", known.releases, "number")
+            commits = self._newest(scenario, "commits", known.commits, "step")
+            after = self._newest(scenario, "releases", known.releases, "number")
+            if before == after and after["head"] == after["releases"][0]["release_id"]:
+                break
+            time.sleep(0.02 * attempt)
+        else:
+            self.findings.other.append(f"{scenario}: the head is not the newest release")
+        return after["releases"], commits["commits"]
+
     def _check_commits(self, scenario: str, known: Known) -> None:
         committed = {one["release"]: one for one in known.commits.values() if one["release"] is not None}
         by_id = {release["release_id"]: release for release in known.releases.values()}
@@ -114,6 +127,10 @@ class Audit:
             swapped = release is not None and commit["expected_head"] == release["parent_id"]
             self._expect(swapped, f"{scenario}: {release_id} was not committed by compare-and-swap on its parent")
         for step, commit in known.commits.items():
+            if commit["kind"] == "trained":
+                trained = sum(item["disposition"] == "trained" for item in commit["consumed"])
+                used = commit["metrics"]["reports"] + commit["metrics"]["samples"]
+                self._expect(trained == used, f"{scenario}: step {step} trained on {used:g} and consumed {trained}")
             for item in commit["consumed"]:
                 earlier = known.consumed.setdefault(item["record_id"], step)
                 if earlier != step:
@@ -189,10 +206,12 @@ class Audit:
             mine = [one for one in self._ledger.fragments if one.scenario == scenario]
             self._ledger.fragments = [one for one in self._ledger.fragments if one.scenario != scenario]
         for one in mine:
-            committed = [release for release in known.releases.values() if release["created_at"] <= one.finished_at]
-            recent = sorted(committed, key=lambda release: release["number"])[-4:]
-            if (wrong := self.rescorer.fragment(one.question, one.tokens, recent)) is not None:
-                self.findings.uncommitted_served.append(f"{scenario}: a stream without a receipt: {wrong}")
+            served = [known.releases[number] for number in sorted(known.releases)]
+            served = [release for release in served if release["created_at"] <= one.finished_at]
+            earlier = sum(release["created_at"] <= one.started_at for release in served)
+            # The last of the earlier ones served then, or its predecessor: it may still have been committed.
+            if (wrong := self.rescorer.fragment(one.question, one.tokens, served[max(0, earlier - 2) :])) is not None:
+                self.findings.uncommitted_served.append(f"{scenario}: a stream without a receipt: {wrong}: {one}")
 
     # ------------------------------------------------------------------ plumbing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import socket
@@ -13,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from reef.client import ReefClient
-from reef.errors import ReefError
 from reef.points import ENVIRONMENT_VARIABLE, Plan, fired, plan_kill
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP_SECONDS = 30.0
+HEALTH_SECONDS = 10.0
 
 
 class Unrecovered(Exception):
@@ -70,6 +71,11 @@ class Deployment:
                 env=environment,
                 start_new_session=True,
             )
+
+    @property
+    def seen(self) -> Path:
+        """The data directory as the service sees it."""
+        return self.data
 
     @property
     def log(self) -> Path:
@@ -129,19 +135,19 @@ class Deployment:
         return found
 
     def worker(self, component: str) -> int | None:
-        """The pid of "engine" or "trainer" (rank 0), or None while there is none."""
+        """The pid of "engine" or "trainer" (rank 0), or None while there is none: whoever writes its log."""
         for pid in self.processes():
             with suppress(OSError):
-                if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(f"{component}-0\0".encode()):
+                if os.readlink(f"/proc/{pid}/fd/1").endswith(f"/logs/{component}-0.log"):
                     return pid
         return None
 
-    def wait_for_no_process(self, seconds: float = 10.0) -> None:
+    def wait_for_no_process(self, seconds: float = 30.0) -> None:
         """Raises Unrecovered if something outlives the service."""
         deadline = time.monotonic() + seconds
         while left := self.processes():
             if time.monotonic() > deadline:
-                raise Unrecovered(f"processes {left} outlived the service")
+                raise Unrecovered(f"these outlived the service by {seconds:g} s: {[_command(pid) for pid in left]}")
             time.sleep(0.02)
 
     # ------------------------------------------------------------------ plans
@@ -155,6 +161,13 @@ class Deployment:
         with suppress(FileNotFoundError):
             self._plan.unlink()
 
+    def signal(self, component: str, number: int) -> None:
+        """Nothing happens where there is none."""
+        pid = self.pid if component == "service" else self.worker(component)
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def fired_at(self) -> float | None:
         """When the plan fired (Unix seconds), or None."""
         try:
@@ -165,12 +178,17 @@ class Deployment:
     # ------------------------------------------------------------------ answers
 
     def healthy(self) -> str | None:
-        """None when healthz says 200, else its reasons."""
+        """None when healthz says 200, else what it says instead."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=HEALTH_SECONDS)
         try:
-            self.client.get("/healthz")
-        except ReefError as error:
-            return str(error)
-        return None
+            connection.request("GET", "/healthz")
+            response = connection.getresponse()
+            answer = response.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            return f"no answer: {error!r}"
+        finally:
+            connection.close()
+        return None if response.status == 200 else f"{response.status}: {answer}"
 
     def wait_until_healthy(self, seconds: float) -> None:
         """Raises Unrecovered with the reason and the end of the log."""
@@ -185,6 +203,12 @@ class Deployment:
     def tail(self, lines: int = 15) -> str:
         """The end of the service's log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return f"{pid} {Path(f'/proc/{pid}/cmdline').read_bytes()[:200].replace(bytes(1), b' ').decode()}"
+    return str(pid)
 
 
 def _free_port() -> int:

@@ -33,13 +33,12 @@ class SmallDisk(Deployment):
         super().__init__(directory, flags, wrapper=[*MOUNT, size, str(data)])
 
     @property
-    def disk(self) -> Path:
-        """The data directory as the service sees it."""
+    def seen(self) -> Path:
         return Path(f"/proc/{self.pid}/root{self.data}")
 
     def fill(self, leave: int = 0) -> None:
         """Take all space but `leave` bytes."""
-        with (self.disk / "ballast").open("ab", buffering=0) as ballast:
+        with (self.seen / "ballast").open("ab", buffering=0) as ballast:
             with suppress(OSError):  # ENOSPC
                 while True:
                     ballast.write(b"x" * CHUNK)
@@ -47,7 +46,7 @@ class SmallDisk(Deployment):
 
     def free(self) -> None:
         with suppress(FileNotFoundError):
-            os.unlink(self.disk / "ballast")
+            os.unlink(self.seen / "ballast")
 
 
 class Flicker(threading.Thread):
@@ -57,11 +56,11 @@ class Flicker(threading.Thread):
         super().__init__(daemon=True)
         self._deployment = deployment
         self._luck = random.Random(seed)
-        self._stop = threading.Event()
+        self._ended = threading.Event()  # Thread has a `_stop` of its own
         self.times = 0
 
     def run(self) -> None:
-        while not self._stop.is_set():
+        while not self._ended.is_set():
             time.sleep(self._luck.uniform(0.0, 0.6))
             self._deployment.fill(self._luck.choice((0, CHUNK, 8 * CHUNK, 64 * CHUNK)))
             self.times += 1
@@ -69,5 +68,5 @@ class Flicker(threading.Thread):
             self._deployment.free()
 
     def stop(self) -> None:
-        self._stop.set()
+        self._ended.set()
         self.join(30.0)

@@ -35,6 +35,7 @@ class Fragment:
     scenario: str
     question: str
     tokens: list[tuple[int, float]]
+    started_at: float
     finished_at: float
 
 
@@ -146,7 +147,7 @@ class Load:
 
     def _stream(self, content: bytes, headers: dict[str, str], scenario: str, question: str) -> str | None:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60.0)
-        received, whole = b"", False
+        received, whole, started_at = b"", False, time.time()
         try:
             connection.request("POST", "/v1/chat/completions", content, {"content-type": "application/json", **headers})
             response = connection.getresponse()
@@ -169,7 +170,13 @@ class Load:
         elif tokens:
             with self.ledger.lock:
                 self.ledger.fragments.append(
-                    Fragment(scenario=scenario, question=question, tokens=tokens, finished_at=time.time())
+                    Fragment(
+                        scenario=scenario,
+                        question=question,
+                        tokens=tokens,
+                        started_at=started_at,
+                        finished_at=time.time(),
+                    )
                 )
         return receipt
 

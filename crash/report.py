@@ -1,4 +1,4 @@
-"""What a person reads while it runs, and the report at the end."""
+"""What a person reads while it runs, what is kept of every session, and the report at the end."""
 
 from __future__ import annotations
 
@@ -6,70 +6,128 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from crash.run import Outcome, Run
+import msgspec
+
+from crash.kills import DISK
+
+SESSION = "session.json"
 
 
-def line(outcome: Outcome, run: Run, number: int, total: int) -> str:
+class Outcome(msgspec.Struct):
+    """One kill. `seconds` from the death to the first answers after it; of a trainer, to the next release."""
+
+    kind: str
+    name: str
+    point: str
+    victim: str
+    seconds: float | None = None
+    health_seconds: float | None = None
+    problems: list[str] = []
+
+
+class Session(msgspec.Struct, kw_only=True):
+    """One deployment through some kills, or one of the other misfortunes; kept in a file of its own."""
+
+    kind: str
+    outcomes: list[Outcome] = []
+    lost_receipts: int = 0
+    double_trained: int = 0
+    uncommitted_served: int = 0
+    other: list[str] = []  # of the chain, spans, log-probabilities, answers, the end
+    answers: int = 0
+    reports: int = 0
+    releases: int = 0
+    rescored_answers: int = 0
+    rescored_across_publications: int = 0
+    rescored_cut_streams: int = 0
+    worst_difference_nats: float = 0.0
+    misfortunes: dict[str, list[str]] = {}  # name -> problems
+    seconds: float = 0.0
+
+    def write(self, directory: Path) -> None:
+        scratch = directory / f"{SESSION}.partial"
+        scratch.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+        scratch.rename(directory / SESSION)
+
+
+def read_sessions(directory: Path) -> list[Session]:
+    files = sorted(directory.glob(f"*/{SESSION}"))
+    return [msgspec.json.decode(file.read_bytes(), type=Session) for file in files]
+
+
+def line(outcome: Outcome, session: Session, number: int, total: int) -> str:
     """One kill, on one line; its problems below it."""
     seconds = "     -" if outcome.seconds is None else f"{outcome.seconds:5.1f}s"
     verdict = "ok" if not outcome.problems else "BROKEN"
-    ledger = run.load.ledger
     text = (
-        f"[{number:3}/{total}] {outcome.kind:13} {outcome.victim:7} dies at {outcome.name:52} "
-        f"serves after {seconds}  {len(ledger.answers):5} answers {len(ledger.reports):5} reports  {verdict}"
+        f"[{number:3}/{total}] {outcome.kind:18} {outcome.victim:7} {outcome.name:58} "
+        f"serves after {seconds}  {session.answers:5} answers {session.reports:5} reports  {verdict}"
     )
     return "\n".join([text, *(f"    {problem}" for problem in outcome.problems)])
 
 
-def summary(runs: list[Run], seconds: float) -> dict[str, Any]:
+def summary(sessions: Sequence[Session]) -> dict[str, Any]:
     """The numbers of `.reef/crash/report.json`."""
-    outcomes = [outcome for run in runs for outcome in run.outcomes]
-    findings = [run.audit.findings for run in runs]
-    unrecovered = [outcome for outcome in outcomes if outcome.seconds is None]
+    everything = [outcome for session in sessions for outcome in session.outcomes]
+    outcomes = [outcome for outcome in everything if outcome.victim != DISK]
+    full = [outcome for outcome in everything if outcome.victim == DISK]
     counts = {
-        "lost_receipts": sum(len(found.lost_receipts) for found in findings),
-        "double_trained": sum(len(found.double_trained) for found in findings),
-        "uncommitted_served": sum(len(found.uncommitted_served) for found in findings),
-        "unrecovered": len(unrecovered),
+        "lost_receipts": sum(session.lost_receipts for session in sessions),
+        "double_trained": sum(session.double_trained for session in sessions),
+        "uncommitted_served": sum(session.uncommitted_served for session in sessions),
+        "unrecovered": sum(outcome.seconds is None for outcome in everything),
     }
-    other = [problem for found in findings for problem in found.other]
+    other = [problem for session in sessions for problem in session.other]
+    misfortunes = {name: problems for session in sessions for name, problems in session.misfortunes.items()}
     return {
         "kills": len(outcomes),
-        "points": len({outcome.name for outcome in outcomes}),
+        "points": len({outcome.point for outcome in outcomes if outcome.point}),
         **counts,
+        "full_disks": len(full),
         "other": other,
-        "passed": bool(outcomes) and not any(counts.values()) and not other,
-        "acknowledged_answers": sum(len(run.load.ledger.answers) for run in runs),
-        "acknowledged_reports": sum(len(run.load.ledger.reports) for run in runs),
-        "releases": sum(run.audit.releases for run in runs),
-        "rescored_answers": sum(run.rescorer.answers for run in runs),
-        "rescored_across_publications": sum(run.rescorer.mixed for run in runs),
-        "rescored_cut_streams": sum(run.rescorer.fragments for run in runs),
-        "worst_difference_nats": max((run.rescorer.worst for run in runs), default=0.0),
-        "median_seconds_to_healthy": _medians(outcomes, "health_seconds"),
-        "median_seconds_to_serve": _medians(outcomes, "seconds"),
-        "seconds": round(seconds, 1),
+        "misfortunes": misfortunes,
+        "passed": bool(everything or misfortunes) and not any([*counts.values(), other, *misfortunes.values()]),
+        "kills_of_kind": _counted(outcome.kind for outcome in outcomes),
+        "kills_of_victim": _counted(outcome.victim for outcome in outcomes),
+        "acknowledged_answers": sum(session.answers for session in sessions),
+        "acknowledged_reports": sum(session.reports for session in sessions),
+        "releases": sum(session.releases for session in sessions),
+        "rescored_answers": sum(session.rescored_answers for session in sessions),
+        "rescored_across_publications": sum(session.rescored_across_publications for session in sessions),
+        "rescored_cut_streams": sum(session.rescored_cut_streams for session in sessions),
+        "worst_difference_nats": max((session.worst_difference_nats for session in sessions), default=0.0),
+        "median_seconds_to_healthy": _medians(everything, "health_seconds"),
+        "median_seconds_to_serve": _medians(everything, "seconds"),
+        "seconds": round(sum(session.seconds for session in sessions), 1),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "outcomes": [asdict(outcome) for outcome in outcomes],
     }
 
 
-def write(report: dict[str, Any], path: Path) -> None:
-    """Write the file, and print all but the single kills."""
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    shown = {key: value for key, value in report.items() if key != "outcomes"}
+def write(sessions: Sequence[Session], path: Path) -> bool:
+    """Write the file, print all but the single kills; True if everything held."""
+    shown = summary(sessions)
+    outcomes = [msgspec.to_builtins(outcome) for session in sessions for outcome in session.outcomes]
+    path.write_text(json.dumps({**shown, "outcomes": outcomes}, indent=1) + "\n")
     print(json.dumps(shown, indent=1))
+    return bool(shown["passed"])
+
+
+def _counted(names: Iterable[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name in names:
+        found[name] = found.get(name, 0) + 1
+    return found
 
 
 def _medians(outcomes: Iterable[Outcome], name: str) -> dict[str, float]:
-    """Per component that died."""
+    """Per executor (in the kind's name) and component that died."""
     found: dict[str, list[float]] = {}
     for outcome in outcomes:
         if (value := getattr(outcome, name)) is not None:
-            found.setdefault(outcome.victim, []).append(value)
+            executor = "ray" if "ray" in outcome.kind.split("-") else "mp"
+            found.setdefault(f"{outcome.victim} ({executor})", []).append(value)
     return {victim: round(statistics.median(values), 2) for victim, values in sorted(found.items())}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from reef.runtime.interfaces import Span
 from reef.verify.reference import Reference, Weights
 
 TOLERANCE = 1e-4
+EARLIER = 4
+"""Tokens before the last match of some weights, at each of which the next ones may have begun."""
+TRIES = 400
 
 Release = dict[str, Any]
 
@@ -22,15 +26,21 @@ Release = dict[str, Any]
 class Rescorer:
     """Weights by content id, read from the data directory of the deployment."""
 
-    def __init__(self, model: Path, data: Path) -> None:
+    def __init__(self, model: Path, data: Callable[[], Path]) -> None:
         torch.set_num_threads(1)
-        self._reference = Reference(model, contents_of(data / "artifacts"), tolerance=TOLERANCE)
+        self._model = model
+        self._data = data  # asked when the deployment runs
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._token_of_byte = token_of_byte()
         self.answers = 0
         self.mixed = 0
         self.fragments = 0
         self.worst = 0.0
+        self._tries = 0
+
+    @cached_property
+    def _reference(self) -> Reference:
+        return Reference(self._model, contents_of(self._data() / "artifacts"), tolerance=TOLERANCE)
 
     def generation(self, generation: dict[str, Any], releases: dict[str, Release]) -> str | None:
         """None if every token has the log-probability that its span's release gives it, else what is wrong.
@@ -63,28 +73,41 @@ class Rescorer:
         ids = torch.tensor([[*prompt, *output]])
         expected = torch.tensor([logprob for _, logprob in tokens])
         self.fragments += 1
-        done, cache, first = 0, None, 0
-        while done < len(output):
-            best = (0, None, first)
-            for index in range(first, len(releases)):
-                content_id = releases[index]["content_id"]
-                for before in [cache, None] if cache is not None else [None]:
-                    matched, after = self._matched(content_id, ids, len(prompt), done, expected, before)
-                    if matched > best[0]:
-                        best = (matched, after, index)
-            if best[0] == 0:
-                return f"token {done} of {len(output)} has the log-probability of no committed release"
-            done, (_, cache, first) = done + best[0], best
+        self._tries = TRIES
+        reached = self._explained(
+            [release["content_id"] for release in releases], ids, len(prompt), 0, expected, cache=None
+        )
+        if reached < len(output):
+            return f"token {reached} of {len(output)} has the log-probability of no committed release"
         return None
+
+    def _explained(
+        self, contents: Sequence[str], ids: torch.Tensor, prompt: int, done: int, expected: torch.Tensor, cache: Any
+    ) -> int:
+        """How many tokens a chain of `contents` explains that has explained `done` already.
+
+        A token that two of them like equally may be the first of the second one, so a switch is tried a little earlier
+        than the first one's last match, too: the keys and values that follow depend on it.
+        """
+        furthest = done
+        for index, content_id in enumerate(contents):
+            for before in [cache, None] if cache is not None else [None]:
+                self._tries -= 1
+                matched = self._matched(content_id, ids, prompt, done, expected, before)
+                furthest = max(furthest, done + matched)
+                for length in range(matched, max(0, matched - EARLIER), -1):
+                    if furthest == len(expected) or self._tries < 0:
+                        return furthest
+                    rows = slice(prompt + done, prompt + done + length)
+                    _, after = self._reference.logprobs(content_id, ids, rows, before, keep=True)
+                    reached = self._explained(contents[index:], ids, prompt, done + length, expected, after)
+                    furthest = max(furthest, reached)
+        return furthest
 
     def _matched(
         self, content_id: str, ids: torch.Tensor, prompt: int, done: int, expected: torch.Tensor, cache: Any
-    ) -> tuple[int, Any]:
-        """How many tokens from `done` on these weights explain, and the cache up to the last of them."""
+    ) -> int:
+        """How many tokens from `done` on these weights explain."""
         again, _ = self._reference.logprobs(content_id, ids, slice(prompt + done, ids.shape[1]), cache)
         wrong = ((again - expected[done:]).abs() > TOLERANCE).nonzero()
-        matched = int(wrong[0]) if len(wrong) else len(again)
-        if matched == 0:
-            return 0, None
-        explained = slice(prompt + done, prompt + done + matched)
-        return matched, self._reference.logprobs(content_id, ids, explained, cache, keep=True)[1]
+        return int(wrong[0]) if len(wrong) else len(again)

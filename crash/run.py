@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from crash.audit import Audit
 from crash.deployment import Deployment, Unrecovered
-from crash.kills import Kill, Kind, Trigger
+from crash.disk import SmallDisk
+from crash.kills import DISK, Kill, Kind, Trigger
 from crash.load import Load
+from crash.report import Outcome, Session
 from crash.rescore import Rescorer
 from reef.errors import ReefError
-from reef.points import Plan
+from reef.points import Plan, Point, Side, Signal
 
 SCENARIOS = ["alpha", "beta"]
-REACH_SECONDS = 90.0
-RECOVER_SECONDS = 120.0
+REACH_SECONDS = 600.0
+RECOVER_SECONDS = 600.0
 FLAGS: dict[str, object] = {
     "inference.threads": 1,
     "inference.kv-cache-tokens": 8192,
@@ -33,23 +35,10 @@ FLAGS: dict[str, object] = {
     "inference.max-loads": len(SCENARIOS) + 1,  # so that every release but the first few evicts an older one
     "reef.default-scenario": SCENARIOS[0],
 }
-BACK_TO_BASE_EVERY = 10
-"""Kills between two rollbacks to release 0: random scores for hours would teach the model something extreme."""
-WORKER_DEATHS = 3
-"""Of one component in one service's life; it gives up at the fourth within five minutes."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """One kill. `seconds` from the death to the first answers after it; of a trainer, to the next release."""
-
-    kind: str
-    name: str
-    point: str
-    victim: str
-    seconds: float | None = None
-    health_seconds: float | None = None
-    problems: list[str] = field(default_factory=list)
+BACK_TO_BASE_EVERY = 15
+"""Releases between two rollbacks to release 0: random scores for hours would teach the model something extreme."""
+WORKER_DEATHS, WORKER_SECONDS = 3, 310.0
+"""Of one component in one service's life: it gives up at the fourth within five minutes."""
 
 
 class Run:
@@ -57,13 +46,16 @@ class Run:
 
     def __init__(self, kind: Kind, model: Path, directory: Path, seed: int = 0) -> None:
         self.kind = kind
-        self.deployment = Deployment(directory, {**FLAGS, **kind.flags, "inference.model-path": model})
+        where = SmallDisk if kind.disk else Deployment
+        self.deployment = where(directory, {**FLAGS, **kind.flags, "inference.model-path": model})
         self.load = Load(self.deployment.port, SCENARIOS, seed)
-        self.audit = Audit(self.deployment.client, self.load.ledger, Rescorer(model, self.deployment.data), seed)
-        self.rescorer = self.audit.rescorer
-        self.outcomes: list[Outcome] = []
-        self._deaths: dict[str, int] = {}
+        self.rescorer = Rescorer(model, lambda: self.deployment.seen)
+        self.audit = Audit(self.deployment.client, self.load.ledger, self.rescorer, seed)
+        self.session = Session(kind=kind.name)
+        self._begun = time.monotonic()
+        self._deaths: dict[str, list[float]] = {}  # of each worker, when
         self._made = 0
+        self._based: dict[str, int] = {}  # number of the last release that went back to the base
 
     def __enter__(self) -> Run:
         self.deployment.start()
@@ -81,13 +73,15 @@ class Run:
 
     def kill(self, kill: Kill) -> Outcome:
         """Make it happen, wait until the deployment serves again, and check everything."""
-        outcome = Outcome(self.kind.name, kill.name, str(kill.point), kill.victim)
-        self.outcomes.append(outcome)
+        outcome = Outcome(self.kind.name, kill.name, str(kill.point), kill.victim, problems=[])
+        self.session.outcomes.append(outcome)
         try:
-            self._make_room(kill)
-            pid = 0 if kill.victim == "service" else self._find(kill.victim)
-            died_at = self._strike(kill, pid)
-            self._recover(kill, outcome, died_at, pid)
+            if kill.victim == DISK:
+                self._fill_disk(kill, outcome)
+            else:
+                self._make_room(kill)
+                pid = 0 if kill.victim == "service" else self._find(kill.victim)
+                self._recover(kill, outcome, self._strike(kill, pid), pid)
         except (Unrecovered, ReefError) as error:
             outcome.problems.append(f"unrecovered: {error}\n{self.deployment.tail()}")
             self._start_over()
@@ -95,9 +89,25 @@ class Run:
         with suppress(ReefError):
             self.audit.check(SCENARIOS)
         outcome.problems += self.audit.findings.everything()[before:]
-        if len(self.outcomes) % BACK_TO_BASE_EVERY == 0:
-            self._back_to_base()
+        self._note()
+        self._back_to_base()
         return outcome
+
+    def _note(self) -> None:
+        """What is known so far, in the session's file."""
+        session, findings, ledger = self.session, self.audit.findings, self.load.ledger
+        session.lost_receipts = len(findings.lost_receipts)
+        session.double_trained = len(findings.double_trained)
+        session.uncommitted_served = len(findings.uncommitted_served)
+        session.other = list(findings.other)
+        session.answers, session.reports = len(ledger.answers), len(ledger.reports)
+        session.releases = self.audit.releases
+        session.rescored_answers = self.rescorer.answers
+        session.rescored_across_publications = self.rescorer.mixed
+        session.rescored_cut_streams = self.rescorer.fragments
+        session.worst_difference_nats = self.rescorer.worst
+        session.seconds = time.monotonic() - self._begun
+        session.write(self.deployment.directory)
 
     def _find(self, component: str) -> int:
         pid = self.deployment.worker(component)
@@ -108,19 +118,25 @@ class Run:
     def _strike(self, kill: Kill, victim: int) -> float:
         """Arm, trigger, and wait for the death; return when it was (Unix seconds)."""
         deployment = self.deployment
-        pid = 0 if kill.victim == kill.point.component else victim
+        pid = 0 if kill.victim == self.kind.owner(kill.point) else victim
         if kill.trigger == "rollback":
             self._quiet()
-        deployment.arm(self._plan(kill.point, kill.side, kill.occurrence, pid))
+        how: Signal = "SIGSTOP" if kill.hangs else "SIGKILL"
+        deployment.arm(self._plan(kill.point, kill.side, kill.occurrence, pid, how, kill.linger))
         self._trigger(kill.trigger)
-        deadline = time.monotonic() + REACH_SECONDS
-        while (died_at := deployment.fired_at()) is None:
-            if time.monotonic() > deadline:
-                deployment.disarm()
-                raise Unrecovered(f"{kill.point} {kill.side} was not reached within {REACH_SECONDS:g} s")
-            time.sleep(0.02)
+        died_at = self._wait_for_point(f"{kill.point} {kill.side}") + kill.linger
         self.load.reporting.set()
         return died_at
+
+    def _wait_for_point(self, name: str) -> float:
+        """Until the plan has fired; return when it did."""
+        deadline = time.monotonic() + REACH_SECONDS
+        while (fired_at := self.deployment.fired_at()) is None:
+            if time.monotonic() > deadline:
+                self.deployment.disarm()
+                raise Unrecovered(f"{name} was not reached within {REACH_SECONDS:g} s")
+            time.sleep(0.02)
+        return fired_at
 
     def _trigger(self, trigger: Trigger) -> None:
         deployment = self.deployment
@@ -142,6 +158,35 @@ class Run:
                 deployment.kill()
                 deployment.wait_for_no_process()
                 deployment.start()
+
+    def _fill_disk(self, kill: Kill, outcome: Outcome) -> None:
+        """Stop at the point, take all space, go on; once healthz says so, give the space back."""
+        deployment, owner = self.deployment, self.kind.owner(kill.point)
+        assert isinstance(deployment, SmallDisk)
+        deployment.arm(self._plan(kill.point, kill.side, kill.occurrence, signal="SIGSTOP"))
+        trigger = threading.Thread(target=self._trigger, args=(kill.trigger,))
+        trigger.start()
+        self._wait_for_point(f"{kill.point} {kill.side}")
+        deployment.fill()
+        deployment.signal(owner, signal.SIGCONT)
+        self._wait_for_reason("no space left")
+        deployment.client.get("/v1/models")  # what needs no space goes on
+        deployment.client.get("/reef/status")
+        trigger.join()
+        deployment.free()
+        freed_at = time.time()
+        deployment.wait_until_healthy(RECOVER_SECONDS)
+        outcome.health_seconds = time.time() - freed_at
+        self._wait_for_answers()
+        outcome.seconds = time.time() - freed_at
+        self._wait_for_releases(all)
+
+    def _wait_for_reason(self, words: str) -> None:
+        deadline = time.monotonic() + RECOVER_SECONDS
+        while words not in (reason := self.deployment.healthy() or "healthy"):
+            if time.monotonic() > deadline:
+                raise Unrecovered(f"healthz does not say {words!r} within {RECOVER_SECONDS:g} s but {reason!r}")
+            time.sleep(0.1)
 
     def _recover(self, kill: Kill, outcome: Outcome, died_at: float, dead: int) -> None:
         deployment = self.deployment
@@ -168,13 +213,9 @@ class Run:
                 raise Unrecovered(f"the {component} was not replaced")
             time.sleep(0.05)
 
-    def _die_again(self, point: object, side: object) -> float:
+    def _die_again(self, point: Point, side: Side) -> float:
         """The recovering service dies at another point."""
-        deadline = time.monotonic() + RECOVER_SECONDS
-        while (died_at := self.deployment.fired_at()) is None:
-            if time.monotonic() > deadline:
-                raise Unrecovered(f"{point} {side} was not reached by the recovery")
-            time.sleep(0.02)
+        died_at = self._wait_for_point(f"{point} {side} by the recovery")
         self._bury_service()
         return died_at
 
@@ -201,17 +242,15 @@ class Run:
 
     def conclude(self) -> None:
         """Learning goes on, every receipt ever acknowledged is there, and it stops in good order."""
-        last = Outcome(self.kind.name, "the end", "", "nobody")
         try:
             self._wait_for_releases(all)
             self.load.stop()
             self.audit.check(SCENARIOS)
             self.audit.check_all_receipts(SCENARIOS)
             self.deployment.stop()
-            last.seconds = 0.0
         except (Unrecovered, ReefError) as error:
-            last.problems.append(f"unrecovered: {error}\n{self.deployment.tail()}")
-            self.outcomes.append(last)
+            self.audit.findings.other.append(f"at the end: {error}\n{self.deployment.tail()}")
+        self._note()
 
     def _wait_for_releases(self, enough: Callable[[Iterable[bool]], bool]) -> None:
         """In any or all of the scenarios."""
@@ -222,8 +261,9 @@ class Run:
                 raise Unrecovered(f"no release within {REACH_SECONDS:g} s")
             time.sleep(0.1)
 
-    def _head(self, scenario: str) -> object:
-        return self.deployment.client.get(f"/reef/scenarios/{scenario}")["head"]["number"]
+    def _head(self, scenario: str) -> int:
+        number: int = self.deployment.client.get(f"/reef/scenarios/{scenario}")["head"]["number"]
+        return number
 
     # ------------------------------------------------------------------ between kills
 
@@ -232,12 +272,15 @@ class Run:
         victim = kill.trigger.partition(" ")[0] if kill.trigger.endswith("dies") else kill.victim
         if victim == "service":
             return
-        if self._deaths.get(victim, 0) >= WORKER_DEATHS:
+        now = time.monotonic()
+        recent = [died_at for died_at in self._deaths.get(victim, []) if now - died_at < WORKER_SECONDS]
+        if len(recent) >= WORKER_DEATHS:
             self.deployment.stop()
             self._deaths.clear()
             self.deployment.start()
             self.deployment.wait_until_healthy(RECOVER_SECONDS)
-        self._deaths[victim] = self._deaths.get(victim, 0) + 1
+            recent = []
+        self._deaths[victim] = [*recent, time.monotonic()]
 
     def _start_over(self) -> None:
         """After a failure: nothing of the last run is left, and the next kill finds a deployment that serves."""
@@ -269,11 +312,19 @@ class Run:
 
     def _back_to_base(self) -> None:
         for scenario in SCENARIOS:
-            path = f"/reef/scenarios/{scenario}"
             with suppress(ReefError):
-                oldest = self.deployment.client.get(f"{path}/releases", {"limit": 1000})["releases"][-1]
-                self.deployment.client.post(f"{path}/rollback", {"release_id": oldest["release_id"]})
+                if self._head(scenario) - self._based.get(scenario, 0) >= BACK_TO_BASE_EVERY:
+                    answer = self.deployment.client.post(f"/reef/scenarios/{scenario}/rollback", {"release_id": "0"})
+                    self._based[scenario] = answer["number"]
 
-    def _plan(self, point: object, side: object, occurrence: int = 1, pid: int = 0) -> Plan:
-        name = f"{len(self.outcomes)}-{time.monotonic_ns()}"
-        return Plan(name=name, point=point, side=side, occurrence=occurrence, pid=pid)  # type: ignore[arg-type]
+    def _plan(
+        self,
+        point: Point,
+        side: Side,
+        occurrence: int = 1,
+        pid: int = 0,
+        signal: Signal = "SIGKILL",
+        linger: float = 0.0,
+    ) -> Plan:
+        name = f"{len(self.session.outcomes)}-{time.monotonic_ns()}"
+        return Plan(name=name, point=point, side=side, occurrence=occurrence, pid=pid, signal=signal, linger=linger)

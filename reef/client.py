@@ -87,6 +87,8 @@ def _decode(status: int, answer: bytes, url: str) -> Any:
 def _error(status: int, document: Any, url: str) -> ReefError:
     detail = document.get("error") if isinstance(document, dict) else None
     message = detail.get("message") if isinstance(detail, dict) else detail
+    if isinstance(document, dict) and document.get("reasons"):  # of healthz
+        message = "; ".join(map(str, document["reasons"]))
     text = str(message or f"{url} answered {status}")
     if status == 401:
         return Unauthorized(f"{text} (give --token or REEF_TOKEN)")

@@ -2,8 +2,9 @@
 
 The code says where it is with `with crossing(Point.COMMIT):`, which does nothing in a deployment. Only when the
 environment variable REEF_FAULT_INJECTION names a file do crossings look for a `Plan` in it. The process that reaches
-the planned side of the planned point for the planned time renames the file to `<name>.fired` and sends SIGKILL. So a
-plan fires once, whatever is restarted after it, and the next one may be written while everything runs.
+the planned side of the planned point for the planned time renames the file to `<name>.fired` and sends SIGKILL (or
+SIGSTOP, which leaves time to change the world around the point). So a plan fires once, whatever is restarted after it,
+and the next one may be written while everything runs.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import msgspec
 ENVIRONMENT_VARIABLE = "REEF_FAULT_INJECTION"
 
 Side = Literal["before", "after"]
+Signal = Literal["SIGKILL", "SIGSTOP"]
 
 
 class Point(enum.StrEnum):
@@ -94,13 +96,15 @@ class Point(enum.StrEnum):
 
 
 class Plan(msgspec.Struct, kw_only=True, frozen=True):
-    """One kill. `pid` 0 is the process that reaches the point; another pid is killed in its stead."""
+    """One kill. `pid` 0 is the process that reaches the point; another pid gets the signal in its stead."""
 
     name: str  # counting starts anew with each name
     point: Point
     side: Side
     occurrence: int = 1
     pid: int = 0
+    signal: Signal = "SIGKILL"
+    linger: float = 0.0  # seconds between reaching the point and the signal; everybody else goes on meanwhile
 
 
 def plan_kill(path: Path, plan: Plan) -> None:
@@ -125,26 +129,33 @@ class FaultInjection:
         self._reached = 0
 
     def reach(self, point: Point, side: Side) -> None:
+        if (plan := self._claim(point, side)) is None:
+            return
+        time.sleep(plan.linger)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(plan.pid or os.getpid(), signal.Signals[plan.signal])
+        if not plan.pid and plan.signal == "SIGKILL":
+            time.sleep(60.0)  # until the signal is delivered
+
+    def _claim(self, point: Point, side: Side) -> Plan | None:
+        """The plan, if this is where it fires; nobody else gets it then."""
         with self._lock:
             try:
                 plan = msgspec.json.decode(self._path.read_bytes(), type=Plan)
             except FileNotFoundError:
-                return
+                return None
             if (plan.point, plan.side) != (point, side):
-                return
+                return None
             if plan.name != self._name:
                 self._name, self._reached = plan.name, 0
             self._reached += 1
             if self._reached < plan.occurrence:
-                return
+                return None
             try:
                 self._path.rename(fired(self._path))
             except FileNotFoundError:  # another process was faster
-                return
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(plan.pid or os.getpid(), signal.SIGKILL)
-            if not plan.pid:
-                time.sleep(60.0)  # until the signal is delivered
+                return None
+            return plan
 
 
 class _Crossing(AbstractContextManager[None]):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIDDLE = {"records", "artifact", "inference", "train", "recipe"}
-BASE = {"reef", "errors", "points", "device", "interfaces"}
+BASE = {"reef", "errors", "points", "directories", "device", "interfaces"}
 BELOW_SERVICE = BASE | MIDDLE | {"runtime", "scenario"}
 
 # Which rooms a room may import, besides itself.
@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "reef": set(),
     "errors": {"reef"},
     "points": {"reef"},
+    "directories": {"reef"},
     "device": {"reef", "errors"},
     "interfaces": {"reef", "errors"},
     "client": {"reef", "errors"},

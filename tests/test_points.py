@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -61,6 +62,20 @@ def test_a_plan_for_another_point_or_another_process(tmp_path):
     plan_kill(plan_file, Plan(name="b", point=Point.PAUSE, side="after", occurrence=2, pid=victim.pid))
     assert cross(plan_file)[0] == 0
     assert victim.wait(10) == -signal.SIGKILL
+
+
+def test_a_process_that_is_stopped_at_a_point_goes_on_from_there(tmp_path):
+    plan_file = tmp_path / "plan"
+    plan_kill(plan_file, Plan(name="a", point=Point.PAUSE, side="before", signal="SIGSTOP"))
+    environment = {points.ENVIRONMENT_VARIABLE: str(plan_file), "PYTHONPATH": str(SOURCE.parent)}
+    child = subprocess.Popen([sys.executable, "-c", CHILD], env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        _, status = os.waitpid(child.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status) and fired(plan_file).exists()
+        child.send_signal(signal.SIGCONT)
+        assert child.communicate(timeout=30)[0].split() == ["inside", "outside"] * 3
+    finally:
+        child.kill()
 
 
 def test_a_block_that_fails_does_not_reach_its_other_side(tmp_path, monkeypatch):

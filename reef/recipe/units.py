@@ -81,5 +81,5 @@ class Unit:
 
 
 def _age(now: float, since: float) -> float:
-    """Seconds; never negative, so that a clock that jumped back does not stop what waits for nothing."""
-    return max(0.0, now - since)
+    """Seconds between the two: when the clock has jumped far back, nothing waits until it is there again."""
+    return abs(now - since)

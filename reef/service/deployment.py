@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -33,6 +34,7 @@ log = logging.getLogger("reef.service")
 
 KEPT_REJECTED = 20  # newest commits whose rejected candidates stay on disk
 KEPT_STATES = 3  # optimizer states of the newest releases of a scenario
+LEAST_SPACE = 1 << 20  # bytes; with less than this free, the next checkpoint or database page may not fit
 HEALTH_SECONDS = 1.0  # a durable write proves the store at most this often
 
 
@@ -192,7 +194,7 @@ class Deployment:
         if time.monotonic() - checked_at > HEALTH_SECONDS:
             try:
                 await self.storage.check()
-                reason = ""
+                reason = await asyncio.to_thread(_no_space, self.data)
             except StorageError as error:
                 reason = str(error)
             self._checked = (time.monotonic(), reason)
@@ -205,6 +207,7 @@ class Deployment:
     async def status(self) -> dict[str, Any]:
         marker = await self._training.marker()
         engines = await self._inference.reports()
+        phases = self._inference.pause_phases
         return {
             "version": __version__,
             "model": self.models()[0],
@@ -213,7 +216,8 @@ class Deployment:
             "training_health": self._training.health(),
             "engines": engines,
             "residency": self._inference.residency,
-            "last_pause_seconds": self._inference.pause_seconds,
+            "last_pause_seconds": sum(phases.values()) if phases else None,
+            "last_pause_phases": phases,
             "memory": self._inference.memory,
             "job": None
             if marker is None
@@ -223,6 +227,15 @@ class Deployment:
                 for scenario in self._scenarios.values()
             ],
         }
+
+
+def _no_space(directory: Path) -> str:
+    """Why nothing more fits there, or "". A database may reuse its log's space for a while; new files cannot."""
+    disk = os.statvfs(directory)
+    free = disk.f_bavail * disk.f_frsize
+    if disk.f_blocks == 0 or free >= LEAST_SPACE:  # some file systems have no size
+        return ""
+    return f"no space left for {directory}: {free} bytes are free, less than {LEAST_SPACE}"
 
 
 def _prefix_use(engines: Sequence[EngineReport], lane: str) -> dict[str, int]:

@@ -6,12 +6,13 @@ import os
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
 from reef.errors import ConfigError, EngineUncertain, InvalidRequest, ReefError, WorkerDied
 from reef.runtime.executor import MpExecutor, make_executor, resolve_kind
+from reef.runtime.executor.uni import wait_until_started
 from tests.executor.conftest import alive
 
 COUNTER = "tests.executor.workers:Counter"
@@ -289,3 +290,14 @@ def test_auto_is_ray_where_a_cluster_is_known(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     assert resolve_kind("auto") == "ray"
     assert resolve_kind("mp") == "mp"
+
+
+def test_what_fails_after_a_failed_start_does_not_hide_why_it_failed():
+    built = Future()
+    built.set_exception(ValueError("no such model"))
+
+    def give_up():
+        raise ReefError("not known to be gone")
+
+    with pytest.raises(WorkerDied, match="w-0 could not start: ValueError: no such model; then: not known to be gone"):
+        wait_until_started([built], ["w-0"], 1.0, give_up)

@@ -311,6 +311,14 @@ def test_too_young_reports_wait() -> None:
     assert it.processor.ready(115.0)
 
 
+def test_what_waits_does_not_wait_until_a_clock_that_jumped_far_back_is_there_again() -> None:
+    it = desk(min_age=10.0, group_wait=60.0)
+    it.scored("a", 1.0, at=1e9)
+    it.scored("b", 0.0, at=1e9, group="g")
+    assert not it.processor.ready(1e9 - 5.0), "a small step back is waited for"
+    assert it.processor.ready(1e9 - 86400.0)
+
+
 def test_clock_that_jumped_back_does_not_stop_training() -> None:
     it = desk()
     it.scored("a", 1.0, at=1e9)
@@ -384,7 +392,7 @@ def test_counts_tell_what_waits_and_why() -> None:
     it = desk(min_age=5.0, batch_size=1)
     it.scored("a", 1.0, at=0.0)
     it.scored("b", 1.0, at=0.0, group="g")
-    it.scored("c", 1.0, at=9.0)
+    it.scored("c", 1.0, at=8.0)
     it.report("nothing", "a")
     assert not it.processor.ready(4.0)
     assert it.processor.ready(10.0)

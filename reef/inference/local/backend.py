@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import secrets
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from reef.directories import OwnedDirectory
 from reef.errors import BarrierError, EngineError, EngineUncertain, ReefError, WorkerDied
 from reef.inference.local.address import Address
 from reef.inference.local.config import LocalConfig
@@ -66,7 +64,7 @@ class LocalBackend(InferenceBackend):
         self._base_content_id = base_content_id
         self._close_timeout = close_timeout
         self._names = [f"engine-{rank}" for rank in range(config.engines)]
-        self._directory: Path | None = None  # of Unix sockets; exists from start to close
+        self._directory: OwnedDirectory | None = None  # of Unix sockets; exists from start to close
         self._endpoints: list[str] = []
         self._executor: Executor | None = None
         self._dtype: str | None = None
@@ -77,7 +75,7 @@ class LocalBackend(InferenceBackend):
 
     def start(self) -> None:
         if not self._host:
-            self._directory = Path(tempfile.mkdtemp(prefix="reef-"))  # mode 0700
+            self._directory = OwnedDirectory("reef-engines-")
         self._launch(paused=False)
 
     def endpoints(self) -> list[str]:
@@ -160,7 +158,7 @@ class LocalBackend(InferenceBackend):
         finally:
             self._endpoints = []
             if self._directory is not None:
-                shutil.rmtree(self._directory, ignore_errors=True)
+                self._directory.remove()
                 self._directory = None
 
     @property
@@ -191,7 +189,7 @@ class LocalBackend(InferenceBackend):
 
     def _listen(self, name: str) -> str:
         if self._directory is not None:
-            return str(self._directory / name)
+            return str(self._directory.path / name)
         return str(Address(token=secrets.token_urlsafe(24), host=self._host))
 
     def _stop(self, timeout: float) -> None:

@@ -21,12 +21,9 @@ Hazards, each of which cost somebody a day:
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
-import shutil
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -39,6 +36,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from reef.directories import OwnedDirectory
 from reef.errors import ReefError
 from reef.runtime.executor import process
 from reef.runtime.executor.placement import Place, Plan, Seat, assign
@@ -55,7 +53,6 @@ _PATIENCE_SECONDS = 0.5
 _TASK_SECONDS = 30.0  # for a task on another node: its process may have to start first
 _VITAL = ("gcs_server", "raylet")
 _DIRECTORY_PREFIX = "reef-ray-"
-_LOCK = "lock"
 
 
 class RayCluster:
@@ -152,6 +149,7 @@ class _Session:
         self._local = local
         self.namespace = f"reef-{secrets.token_hex(4)}"
         self.directory: Path | None = None  # of a local cluster: its sockets and logs
+        self._owned: OwnedDirectory  # that directory
         self._vital: dict[str, Process] = {}  # by program
         self._joined = False
         self.opened: Future[None] = Future()
@@ -192,7 +190,7 @@ class _Session:
             ray.shutdown()
         if directory is not None:
             self._left = [one for one in family if not process.end(one, _KILL_SECONDS, patience=1.0)]
-            shutil.rmtree(directory, ignore_errors=True)
+            self._owned.remove()
 
     def _join(self) -> None:
         """Share the connection that this process has."""
@@ -209,7 +207,8 @@ class _Session:
             return
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray writes one to the home directory
-        self.directory = _fresh_directory()
+        self._owned = OwnedDirectory(_DIRECTORY_PREFIX)
+        self.directory = self._owned.path
         ray.init(
             address="local",
             include_dashboard=False,
@@ -227,18 +226,6 @@ class _Session:
 
 def _as_reef_error(error: BaseException) -> ReefError:
     return ReefError(f"{type(error).__name__}: {error}")
-
-
-def _fresh_directory() -> Path:
-    """A directory for a local cluster, after removing those whose owner was killed: an owner holds a lock."""
-    for old in Path(tempfile.gettempdir()).glob(f"{_DIRECTORY_PREFIX}*"):
-        with suppress(OSError), old.joinpath(_LOCK).open("r") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(old, ignore_errors=True)
-    directory = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX))
-    lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)  # released by the end of this process
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return directory
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,10 +133,15 @@ def wait_until_started(
     name, error = next(((name, error) for name, error in failed if error is not None), ("", None))
     if error is None and not pending:
         return
-    give_up()
-    if isinstance(error, WorkerDied):
-        raise error
-    if error is not None:
-        raise WorkerDied(f"{name} could not start: {type(error).__name__}: {error}") from error
     late = ", ".join(name for name, future in zip(names, built, strict=True) if future in pending)
-    raise WorkerDied(f"{late} could not start: not ready within {timeout:g} s")
+    if isinstance(error, WorkerDied):
+        reason = str(error)
+    elif error is not None:
+        reason = f"{name} could not start: {type(error).__name__}: {error}"
+    else:
+        reason = f"{late} could not start: not ready within {timeout:g} s"
+    try:
+        give_up()
+    except ReefError as second:  # it must not hide the first
+        raise WorkerDied(f"{reason}; then: {second}") from error
+    raise WorkerDied(reason) from error
