@@ -269,7 +269,9 @@ class SGLangBackend(InferenceBackend):
     # ------------------------------------------------------------------ weights
 
     def stages(self, load: WeightLoad) -> bool:
-        return load.kind is WeightKind.LORA or (load.path is None and self._holds_base)
+        """Adapters only. Base content is there already, or will be loaded: two scores of it, taken while others are
+        answered, may differ in their last bits."""
+        return load.kind is WeightKind.LORA
 
     def attach(self, session: TransferSession) -> None:
         """Engines read what this machine's disk has; SGLang says so itself where a borrowed one does not."""
