@@ -31,7 +31,7 @@ SECONDS = 240.0
 
 
 def sglang_config(model: Path, **changes) -> SGLangConfig:
-    return SGLangConfig(model_path=str(model), **{"dtype": "float32", "device": "cpu", **changes})
+    return SGLangConfig(model_path=str(model), **{"dtype": "float32", "device": "cpu", "start_timeout": 1800.0, **changes})
 
 
 @dataclass

@@ -14,7 +14,7 @@ from reef.inference.sglang.client import SGLangHandler
 from reef.runtime.interfaces import BASE_LOAD_ID, Ending, GenerateRequest, PauseMode, SamplingParams, WeightKind
 from tests.engines.sglang import PREFIX, ask, assert_scores, rescored, sglang_config, start, until
 
-pytestmark = pytest.mark.timeout(1200)  # a server starts in half a minute, on a busy machine in many
+pytestmark = pytest.mark.timeout(3600)  # a server starts in half a minute, on a busy machine in many
 
 PROMPT = PREFIX[:40]
 

@@ -20,9 +20,9 @@ from openai import OpenAI  # noqa: E402
 from reef.demo.server import Server  # noqa: E402
 from tests.test_end_to_end import PROMPT, Reef, worst_difference  # noqa: E402
 
-pytestmark = pytest.mark.timeout(2400)  # a server starts in half a minute, on a busy machine in many
+pytestmark = pytest.mark.timeout(4800)  # a server starts in half a minute, on a busy machine in many
 
-START_SECONDS = 1200
+START_SECONDS = 1800
 
 
 class SGLangReef(Reef):

@@ -12,7 +12,7 @@ from reef.inference.sglang.backend import SGLangBackend
 from reef.runtime.interfaces import Ending, PauseMode
 from tests.engines.sglang import PREFIX, Served, ask, assert_scores, rescored, sglang_config, start
 
-pytestmark = pytest.mark.timeout(1200)  # a server starts in half a minute, on a busy machine in many
+pytestmark = pytest.mark.timeout(3600)  # a server starts in half a minute, on a busy machine in many
 
 
 @pytest.fixture(scope="module")

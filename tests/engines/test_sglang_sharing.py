@@ -11,7 +11,7 @@ from reef.errors import EngineError
 from reef.runtime.interfaces import Ending, MemoryRegion, PauseMode, WeightKind
 from tests.engines.sglang import PREFIX, ask, assert_scores, rescored, start, until
 
-pytestmark = pytest.mark.timeout(1200)  # a server starts in half a minute, on a busy machine in many
+pytestmark = pytest.mark.timeout(3600)  # a server starts in half a minute, on a busy machine in many
 
 REGIONS = [MemoryRegion.WEIGHTS, MemoryRegion.KV_CACHE]
 

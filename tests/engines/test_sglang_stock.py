@@ -16,7 +16,7 @@ from reef.runtime.interfaces import PauseMode
 from tests.engines.sglang import PREFIX, SECONDS, sglang_config
 from tests.engines.test_sglang_sharing import slow_schema
 
-pytestmark = pytest.mark.timeout(1200)  # a server starts in half a minute, on a busy machine in many
+pytestmark = pytest.mark.timeout(3600)  # a server starts in half a minute, on a busy machine in many
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from reef.errors import BarrierError
 from reef.runtime.interfaces import Ending, PauseMode
 from tests.engines.sglang import PREFIX, ask, assert_scores, start, until
 
-pytestmark = pytest.mark.timeout(1200)  # a server starts in half a minute, on a busy machine in many
+pytestmark = pytest.mark.timeout(3600)  # a server starts in half a minute, on a busy machine in many
 
 PROMPT = PREFIX[:40]
 

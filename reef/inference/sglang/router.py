@@ -15,6 +15,8 @@ from reef.inference.sglang.process import LeasedProcess, free_port
 
 _ANSWER_SECONDS = 10.0
 _STOP_SECONDS = 15.0
+_LAUNCH = "import sys; sys.modules['sglang'] = None; from sglang_router.launch_router import main; main()"
+"""The router tries to import SGLang for its tracing, which takes half a minute and fails on CPU builds of torch."""
 
 
 class Router:
@@ -23,7 +25,7 @@ class Router:
     def __init__(self, python: Path, logs: Path | None, start_timeout: float) -> None:
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
-        command = [str(python), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(self._port)]
+        command = [str(python), "-c", _LAUNCH, "--host", "127.0.0.1", "--port", str(self._port)]
         # A request is never sent twice: whether to ask again is the client's to decide.
         command += ["--policy", "cache_aware", "--disable-retries", "--disable-circuit-breaker"]
         command += ["--prometheus-port", str(free_port())]
