@@ -17,13 +17,13 @@ STAMP := $(VENV)/.reef-installed-$(subst $(comma),-,$(EXTRAS))
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check bench crash gpu docs install clean
+.PHONY: demo test check bench crash gpu docs install engine-sglang clean
 
 demo: $(STAMP)
 	$(BIN)/reef demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --ignore=tests/engines $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -39,6 +39,11 @@ bench: $(STAMP)
 
 crash: $(STAMP)
 	$(BIN)/python -m crash $(ARGS)
+
+# Builds SGLang's environment in the user's cache unless it is there, and runs the real server on the CPU.
+engine-sglang: $(STAMP)
+	$(BIN)/python -m reef.inference.sglang.environment $(PIP_FLAGS)
+	$(BIN)/python -m pytest $(or $(ARGS),tests/engines)
 
 # Where torch finds no CUDA device, `python -m gpu` exits with 3 and runs nothing; ARGS="--device cpu" runs it there.
 gpu: $(STAMP)

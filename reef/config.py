@@ -30,6 +30,7 @@ from msgspec import inspect as kinds
 
 from reef.errors import ConfigError
 from reef.inference.local.config import LocalConfig
+from reef.inference.sglang.config import SGLangConfig
 from reef.recipe.config import EvaluationConfig, RecipeConfig
 from reef.records.config import PostgresConfig, SqliteConfig
 from reef.runtime.config import ExecutionConfig
@@ -47,7 +48,7 @@ DERIVED_DEFAULTS = {
 # section -> backend -> struct; the first backend is the default. "" marks a section with one struct for all.
 SECTIONS: dict[str, dict[str, type[msgspec.Struct]]] = {
     "reef": {"": ServiceConfig},
-    "inference": {"local": LocalConfig},
+    "inference": {"local": LocalConfig, "sglang": SGLangConfig},
     "training": {"none": NoTraining, "torch": TorchConfig},
     "recipe": {"": RecipeConfig},
     "storage": {"sqlite": SqliteConfig, "postgres": PostgresConfig},

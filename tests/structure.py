@@ -43,6 +43,7 @@ BASE_LIBRARIES = {"click", "httptools", "msgspec", "yaml", "rich", "starlette", 
 # Packages whose modules may load heavy libraries when they are imported; their `config` modules may not.
 INTEGRATIONS = (
     "reef.inference.local",
+    "reef.inference.sglang",
     "reef.train.torch_backend",
     "reef.train.objectives",
     "reef.records.migrations",

@@ -689,6 +689,14 @@ class InferenceBackend(ABC):
     def stage(self, load: WeightLoad) -> None:
         """Raises EngineError (nothing changed) or EngineUncertain. Staging what is resident is a no-op."""
 
+    def stages(self, load: WeightLoad) -> bool:
+        """Whether a staged `load` is resident, so that it can be scored and sampled, before a lane is pointed at it.
+
+        Engines that hold one set of full weights answer no for another: for them `stage` only takes note, and
+        `activate` loads and verifies.
+        """
+        return True
+
     @abstractmethod
     def activate(self, lane: str, runtime_load_id: str) -> None: ...
 

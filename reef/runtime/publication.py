@@ -82,12 +82,15 @@ class Publication:
     def stage(self, candidate: Candidate) -> None:
         """Make the candidate resident on every engine, serving nobody, and prove that it is really applied.
 
+        Engines that cannot hold it beside what they serve only take note; `switch` then loads and verifies it.
         Raises EngineError, EngineUncertain, VerificationError.
         """
         self._require_complete()
+        load = self.load_of(candidate.runtime_load_id, candidate.content_id)
         with crossing(Point.STAGE):
-            load = self.load_of(candidate.runtime_load_id, candidate.content_id)
             self._residency.stage(load, self._current().values(), pin=True)
+        if not self._engines.stages(load):
+            return
         with crossing(Point.PROBE):
             self._prove(candidate)
 

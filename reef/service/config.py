@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from reef.inference.local.config import LocalConfig
+from reef.inference.sglang.config import SGLangConfig
 from reef.recipe.config import EvaluationConfig, RecipeConfig
 from reef.records.config import PostgresConfig, SqliteConfig
 from reef.runtime.config import ExecutionConfig
@@ -65,7 +66,7 @@ class ReefConfig(msgspec.Struct, kw_only=True, frozen=True):
     """One deployment, validated. `training` is NoTraining when nothing trains."""
 
     reef: ServiceConfig
-    inference: LocalConfig
+    inference: LocalConfig | SGLangConfig
     training: NoTraining | TorchConfig
     recipe: RecipeConfig
     storage: SqliteConfig | PostgresConfig

@@ -25,7 +25,6 @@ from reef.runtime.interfaces import (
     EngineReport,
     InferenceHandler,
     MarkerState,
-    PauseMode,
     PrefixUse,
     ScenarioState,
     Storage,
@@ -37,7 +36,7 @@ from reef.scenario.scenario import Scenario
 from reef.scenario.steps import Services
 from reef.service.config import NoTraining, ReefConfig
 from reef.service.membership import FOLLOWING, Membership, serve_release
-from reef.service.plan import lay_foundation
+from reef.service.plan import lay_foundation, pause_mode
 from reef.service.runtime import build_runtimes
 
 log = logging.getLogger("reef.service")
@@ -112,7 +111,7 @@ class Deployment:
             probe_ids=foundation.probe_ids,
             released=self._collect_garbage,
             elsewhere=self._membership.elsewhere,
-            pause_mode=PauseMode(config.inference.pause_mode),
+            pause_mode=pause_mode(config),
         )
 
     async def _check_chain(self) -> None:

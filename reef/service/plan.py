@@ -11,9 +11,11 @@ from reef.artifact.base import base_content_id
 from reef.artifact.content import DirectoryContentStore
 from reef.inference.chat.tokenizer import ChatTokenizer
 from reef.inference.local.backend import LocalBackend
+from reef.inference.sglang.backend import SGLangBackend
+from reef.inference.sglang.config import SGLangConfig
 from reef.records.opening import artifacts_directory
 from reef.runtime.coordinator import DeploymentPlan
-from reef.runtime.interfaces import MemoryRegion, PauseMode, TrainingBackend
+from reef.runtime.interfaces import InferenceBackend, MemoryRegion, PauseMode, TrainingBackend
 from reef.runtime.publication import probe_ids
 from reef.service.config import NoTraining, ReefConfig
 from reef.service.workplace import ENGINE, TRAINER, Workplace
@@ -50,22 +52,44 @@ def lay_foundation(config: ReefConfig) -> Foundation:
 def build_plan(config: ReefConfig, foundation: Foundation) -> DeploymentPlan:
     """What a coordinator of this deployment would start; allocates nothing."""
     workplace = Workplace(config.execution, config.inference, config.training, foundation.data)
-    engines = LocalBackend(
-        config.inference,
-        partial(workplace.executor, ENGINE),
-        base_content_id=foundation.base_content_id,
-        host=workplace.data_plane_host,
-    )
     return DeploymentPlan(
         resources=workplace,
-        inference=engines,
+        inference=_engines(config, foundation, workplace),
         training=_trainer(config, workplace),
         directory=foundation.data,
         contents=foundation.contents,
         base_content_id=foundation.base_content_id,
-        pause_mode=PauseMode(config.inference.pause_mode),
+        pause_mode=pause_mode(config),
         probe_ids=foundation.probe_ids,
         **_sharing(config),
+    )
+
+
+def pause_mode(config: ReefConfig) -> PauseMode:
+    """How this deployment's publications pause. Raises ConfigError where what was set contradicts the rest."""
+    inference, training = config.inference, config.training
+    if not isinstance(inference, SGLangConfig):
+        return PauseMode(inference.pause_mode)
+    if isinstance(training, NoTraining):
+        return inference.pausing(colocated=False, disjoint_prefix_sharing=False)
+    return inference.pausing(
+        colocated=training.colocate, disjoint_prefix_sharing=training.options.disjoint_prefix_sharing
+    )
+
+
+def _engines(config: ReefConfig, foundation: Foundation, workplace: Workplace) -> InferenceBackend:
+    inference, training, base = config.inference, config.training, foundation.base_content_id
+    if isinstance(inference, SGLangConfig):
+        return SGLangBackend(
+            inference,
+            mode=pause_mode(config),
+            lora=isinstance(training, NoTraining) or training.mode == "lora",
+            colocated=not isinstance(training, NoTraining) and training.colocate,
+            base_content_id=base,
+            logs=foundation.data / "logs",
+        )
+    return LocalBackend(
+        inference, partial(workplace.executor, ENGINE), base_content_id=base, host=workplace.data_plane_host
     )
 
 

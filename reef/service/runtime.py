@@ -32,7 +32,10 @@ from reef.service.coordinator import COORDINATOR, HOST, HostedChannel, discovery
 from reef.service.plan import Foundation, build_plan
 from reef.service.workplace import cpus_needed, ray_address
 
-HANDLERS = {"local": "reef.inference.local.client:LocalHandler"}
+HANDLERS = {
+    "local": "reef.inference.local.client:LocalHandler",
+    "sglang": "reef.inference.sglang.client:SGLangHandler",
+}
 
 Pair = tuple[TrainingRuntime, InferenceRuntime]
 

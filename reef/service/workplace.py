@@ -12,6 +12,7 @@ from typing import Any
 
 from reef.errors import ConfigError
 from reef.inference.local.config import LocalConfig
+from reef.inference.sglang.config import SGLangConfig
 from reef.records.lock import DirectoryLock
 from reef.runtime.config import ExecutionConfig
 from reef.runtime.coordinator import Resources
@@ -30,7 +31,11 @@ class Workplace(Resources):
     """Executors may be made from `open` to `close`, for the components `engine` and `trainer`."""
 
     def __init__(
-        self, execution: ExecutionConfig, inference: LocalConfig, training: NoTraining | TorchConfig, data: Path
+        self,
+        execution: ExecutionConfig,
+        inference: LocalConfig | SGLangConfig,
+        training: NoTraining | TorchConfig,
+        data: Path,
     ) -> None:
         self._execution = execution
         self._inference = inference
@@ -116,7 +121,10 @@ def ray_address(execution: ExecutionConfig) -> str:
 
 
 def cpus_needed(
-    execution: ExecutionConfig, inference: LocalConfig, training: NoTraining | TorchConfig, *more: Component
+    execution: ExecutionConfig,
+    inference: LocalConfig | SGLangConfig,
+    training: NoTraining | TorchConfig,
+    *more: Component,
 ) -> int:
     """How many a local Ray must have."""
     components = [*_components(execution, inference, training, 0, True), *more]
@@ -124,14 +132,21 @@ def cpus_needed(
 
 
 def _components(
-    execution: ExecutionConfig, inference: LocalConfig, training: NoTraining | TorchConfig, devices: int, here: bool
+    execution: ExecutionConfig,
+    inference: LocalConfig | SGLangConfig,
+    training: NoTraining | TorchConfig,
+    devices: int,
+    here: bool,
 ) -> list[Component]:
     cpus = execution.cpus_per_worker
+    trainers = []
+    if not isinstance(training, NoTraining):
+        trainers = [Component(name=TRAINER, workers=1, cpus=cpus, gpus=_gpus(training.device, devices))]
+    if isinstance(inference, SGLangConfig):  # its engines are processes of the coordinator's machine
+        return trainers
     gpus = _gpus(inference.resolved_device, devices)
     engines = Component(name=ENGINE, workers=inference.engines, cpus=cpus, gpus=gpus, here=here)
-    if isinstance(training, NoTraining):
-        return [engines]
-    return [engines, Component(name=TRAINER, workers=1, cpus=cpus, gpus=_gpus(training.device, devices))]
+    return [engines, *trainers]
 
 
 def _gpus(device: str, devices: int) -> float:

@@ -17,6 +17,13 @@ workspace cuBLAS computes the same sums each time (torch.use_deterministic_algor
 class TorchOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, rename="kebab"):
     """Key `training.options`."""
 
+    disjoint_prefix_sharing: Annotated[
+        bool,
+        msgspec.Meta(
+            description="without colocate, with SGLang: publications retract and flush, so that engines may share "
+            "prefixes whatever keys they have"
+        ),
+    ] = False
     keep_lora_base_resident: Annotated[
         bool,
         msgspec.Meta(
