@@ -33,8 +33,6 @@ SECONDS = 240.0
 def sglang_config(model: Path, **changes) -> SGLangConfig:
     settings = {"dtype": "float32", "device": "cpu", "start_timeout": 1800.0, **changes}
     return SGLangConfig(model_path=str(model), **settings)
-        model_path=str(model), **{"dtype": "float32", "device": "cpu", "start_timeout": 1800.0, **changes}
-    )
 
 
 @dataclass
