@@ -1,7 +1,8 @@
 # `make demo` and `make test` need only Python 3.11 or later: they install what they use into .venv.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
-# What is installed; `ray` adds the Ray executor, its tests and its deployments in `make crash`.
+# What is installed; `ray` adds the Ray executor, its tests and its deployments in `make crash`, `postgres` the
+# PostgreSQL store and its tests.
 EXTRAS ?= demo,dev
 # More for pip, say an index with CPU-only builds of torch: make test PIP_FLAGS="--extra-index-url URL"
 PIP_FLAGS ?=

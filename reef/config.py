@@ -31,7 +31,7 @@ from msgspec import inspect as kinds
 from reef.errors import ConfigError
 from reef.inference.local.config import LocalConfig
 from reef.recipe.config import EvaluationConfig, RecipeConfig
-from reef.records.config import StorageConfig
+from reef.records.config import PostgresConfig, SqliteConfig
 from reef.runtime.config import ExecutionConfig
 from reef.runtime.interfaces import PauseMode
 from reef.service.config import NoTraining, ObservabilityConfig, ReefConfig, ServiceConfig
@@ -50,7 +50,7 @@ SECTIONS: dict[str, dict[str, type[msgspec.Struct]]] = {
     "inference": {"local": LocalConfig},
     "training": {"none": NoTraining, "torch": TorchConfig},
     "recipe": {"": RecipeConfig},
-    "storage": {"": StorageConfig},
+    "storage": {"sqlite": SqliteConfig, "postgres": PostgresConfig},
     "execution": {"": ExecutionConfig},
     "evaluation": {"": EvaluationConfig},
     "observability": {"": ObservabilityConfig},

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from reef.artifact import chain
-from reef.errors import Conflict, ReefError, TrainingError, Unavailable, VerificationError, WorkerDied
+from reef.errors import Conflict, LeaseLost, ReefError, TrainingError, Unavailable, VerificationError, WorkerDied
 from reef.runtime.interfaces import (
     INCARNATION,
     Batch,
@@ -68,6 +68,7 @@ class Services:
     base_content_id: str
     probe_ids: list[int]
     released: Callable[[], Awaitable[None]]  # called after every release, while the turn is still held
+    elsewhere: Callable[[], str | None] = lambda: None  # why another process must train, release, roll back
     pause_mode: PauseMode = PauseMode.IN_PLACE  # what a publication does to requests in flight; releases say it
 
 
@@ -200,6 +201,9 @@ class Steps:
             if flight.candidate is None or not flight.adopted:
                 raise  # another job is in flight: nothing of this one exists yet
             self._stumble(flight, "the engine is not available")
+        except LeaseLost as error:  # whoever trains now decides about these records
+            flight.give_back, flight.decision = True, Decision(False, str(error))
+            return await self._attempt(flight)
         except (TrainingError, VerificationError, Conflict) as error:
             if flight.decision is not None and not flight.decision.selected:
                 self._stumble(flight, str(error))

@@ -75,6 +75,8 @@ class Exchange:
         record = found.get(self._record_id)
         if record is None:
             return None
+        if isinstance(record, InferenceRecord) and record.purged:
+            raise Conflict(f"the answer with record id {self._record_id!r} was emptied by retention; ask with a new id")
         if not isinstance(record, InferenceRecord) or (record.route, record.request) != (self._route, self._body):
             raise Conflict(f"record id {self._record_id!r} is taken by another request")
         if not all(generation.ending.complete for generation in record.generations):

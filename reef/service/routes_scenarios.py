@@ -218,6 +218,7 @@ def _record(record: Record, fate: Disposition | None, full: bool) -> dict[str, A
         "created_at": record.created_at,
         "consumed": fate,
         **shown,
+        **({"purged": record.purged} if not isinstance(record, InstructionRecord) and record.purged else {}),
     }
 
 

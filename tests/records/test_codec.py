@@ -191,5 +191,5 @@ def test_a_cut_payload_is_refused(length):
 
 def test_a_newer_payload_is_refused_by_version():
     encoded = codec.encode(exchange("a"))
-    with pytest.raises(StorageError, match="payload version 2, this Reef reads 1"):
-        decoded(replace(encoded, payload=b"\x02" + zlib.compress(b"")))
+    with pytest.raises(StorageError, match="payload version 3, this Reef reads 1 and 2"):
+        decoded(replace(encoded, payload=b"\x03" + zlib.compress(b"")))
