@@ -6,6 +6,8 @@ VENV ?= .venv
 EXTRAS ?= demo,dev
 # More for pip, say an index with CPU-only builds of torch: make test PIP_FLAGS="--extra-index-url URL"
 PIP_FLAGS ?=
+# Processes that run tests; the tests of one file stay together.
+JOBS ?= 2
 # More for the program: make demo ARGS="--seed 1", make test ARGS="tests/test_config.py"
 ARGS ?=
 
@@ -21,7 +23,7 @@ demo: $(STAMP)
 	$(BIN)/reef demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -79,6 +79,8 @@ class Recall:
         record = (await self._storage.get(scenario, [receipt])).get(receipt)
         if not isinstance(record, InferenceRecord) or record.route != RESPONSES.route or record.status != 200:
             return None
+        if record.purged:  # by retention: it is known, but not what it said
+            return None
         return read_stored(record.request, record.response)
 
     async def _read(self, scenario: str) -> None:
@@ -124,7 +126,7 @@ class Recall:
 
     async def _remember(self, record: InferenceRecord) -> None:
         api = CONVERSATIONS.get(record.route)
-        if api is None or record.status != 200:
+        if api is None or record.status != 200 or record.purged:
             return
         try:
             call = await self.goes_on(record.scenario, api.parse(record.request))

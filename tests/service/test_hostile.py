@@ -157,3 +157,13 @@ def test_deep_json_in_arguments_is_no_error_of_ours(gateway):
     for depth in (300, 900, 5000):
         body["messages"][2]["tool_calls"][0]["function"]["arguments"] = '{"a":' * depth + "1" + "}" * depth
         assert gateway.http.post(CHAT.route, json=body).status_code in (200, 400)
+
+
+@pytest.mark.parametrize("number", ["18446744073709551616", "-9223372036854775809", "1" + "0" * 400])
+def test_a_number_that_no_client_could_read_back_is_refused(gateway, number):
+    body = (
+        '{"model":"m","max_tokens":1,"messages":[{"role":"user","content":"hi"}],'
+        '"tools":[{"name":"f","input_schema":{"type":"object","maximum":NUMBER}}]}'.replace("NUMBER", number)
+    )
+    answer = gateway.http.post("/v1/messages", content=body)
+    assert answer.status_code == 400 and "64 bits" in answer.text
