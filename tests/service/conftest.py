@@ -28,13 +28,13 @@ class Running:
     def __init__(self, server: GatewayServer, deployment: Any, thread: threading.Thread) -> None:
         self.server, self.deployment, self.thread = server, deployment, thread
         self.url = server.url
-        self.http = httpx.Client(base_url=self.url, timeout=20)
+        self.http = httpx.Client(base_url=self.url, timeout=100)
 
     @cached_property
     def openai(self):
         from openai import OpenAI
 
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=100)
 
     @property
     def engine(self):

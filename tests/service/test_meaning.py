@@ -15,7 +15,6 @@ CAPITAL = "What is the capital of France? Answer in one sentence."
 @pytest.fixture(scope="module")
 def model(smollm2, tmp_path_factory) -> Iterator[Running]:
     with serving(tmp_path_factory.mktemp("meaning"), smollm2) as found:
-        found.openai.timeout = 60
         yield found
 
 

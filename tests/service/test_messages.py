@@ -26,7 +26,7 @@ def thinking(tokenizer, tmp_path):
 
 
 def client(gateway) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0, timeout=20)
+    return anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0, timeout=100)
 
 
 def create(gateway, **changes):
