@@ -175,7 +175,7 @@ def worst_difference(reef: Reef) -> tuple[float, set[str]]:
     return worst, seen
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_serve_learn_die_recover_and_roll_back(reef: Reef):
     _, base_answer = reef.ask(temperature=0.0)
     receipts = reef.teach()
@@ -219,7 +219,7 @@ def test_serve_learn_die_recover_and_roll_back(reef: Reef):
     assert verified["answers"] == answers and all(release["tokens"] for release in verified["releases"])
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_a_request_in_flight_continues_across_a_publication(reef: Reef):
     stream = reef.openai.chat.completions.create(
         model="any", messages=PROMPT, max_tokens=3500, stream=True, extra_body={"ignore_eos": True}, seed=1
@@ -238,7 +238,7 @@ def test_a_request_in_flight_continues_across_a_publication(reef: Reef):
     assert (base["frozen_tokens"], first["frozen_tokens"]) == (0, kept)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_a_dead_engine_is_replaced_with_the_committed_weights(reef: Reef):
     reef.teach()
     _, answer = reef.ask(temperature=0.0)

@@ -37,7 +37,7 @@ def wait_for_health(reef: Reef, seconds: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_serve_learn_and_survive_on_a_borrowed_cluster(ray_cluster, tiny_model, tmp_path):
     address = ray.get_runtime_context().gcs_address
     reef = Reef(tiny_model, tmp_path, **{"execution.executor": "auto", "execution.ray-address": address})
@@ -64,7 +64,7 @@ def test_serve_learn_and_survive_on_a_borrowed_cluster(ray_cluster, tiny_model, 
     assert ray.get_runtime_context().gcs_address == address and ray_cluster.owned
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_a_coordinator_in_an_actor_is_replaced(ray_cluster, tiny_model, tmp_path):
     address = ray.get_runtime_context().gcs_address
     flags = {"execution.runtime": "ray_training", "execution.ray-address": address, "execution.cpus-per-worker": 0.5}

@@ -155,9 +155,10 @@ _LONG_NUMBER = re.compile(rb"\d{19}")
 def decode_body(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
     """Decode and validate a JSON body. Raises InvalidRequest with the path of the offending field."""
     try:
+        found = decoder.decode(body)
         if _LONG_NUMBER.search(body):
             msgspec.msgpack.encode(msgspec.json.decode(body))
-        return decoder.decode(body)
+        return found
     except OverflowError:
         raise InvalidRequest("the body has a whole number that does not fit in 64 bits") from None
     except RecursionError as error:
