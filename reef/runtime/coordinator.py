@@ -257,8 +257,7 @@ class Coordinator:
             self._training.reject(job_id, reason)
 
     def remember(self, release: Release) -> None:
-        with self._locked():
-            self._publication.remember(release)
+        self._publication.remember(release)
 
     def recover(self, heads: list[Release], committed: bool) -> Candidate | None:
         """See `TrainingCoordinator.recover`; then everything is watched. Raises TrainingError only once it is."""
@@ -298,7 +297,7 @@ class Coordinator:
             endpoints=self._engines.endpoints(),
             engines=engines,
             trainer=trainer,
-            pause_seconds=self._publication.pause_seconds,
+            pause_phases=self._publication.clock.newest,
             memory={} if self._colocation is None else dict(self._colocation.reports),
             step_seconds=None if self._colocation is None else self._colocation.step_seconds,
             residency=self._publication.residency(),

@@ -147,8 +147,8 @@ class EngineRuntime(InferenceRuntime):
             return []
 
     @property
-    def pause_seconds(self) -> float | None:
-        return self._status.pause_seconds if self._status is not None else None
+    def pause_phases(self) -> dict[str, float]:
+        return self._status.pause_phases if self._status is not None else {}
 
     @property
     def memory(self) -> dict[str, Any] | None:
@@ -210,8 +210,12 @@ class CoordinatorRuntime(TrainingRuntime):
         """Keep up with the coordinator and its engines while nobody calls."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            with contextlib.suppress(ReefError):  # it is the service's health meanwhile
+            try:
                 await self._settle()
+            except ReefError as error:  # it is the service's health meanwhile
+                log.debug("the coordinator cannot be followed: %s", error)
+            except Exception:  # a bug must not end this
+                log.exception("the coordinator cannot be followed")
 
     async def _settle(self) -> None:
         """Where the coordinator is another than before, it gets the heads before anything else."""

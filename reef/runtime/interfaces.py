@@ -843,8 +843,8 @@ class InferenceRuntime(ABC):
 
     @property
     @abstractmethod
-    def pause_seconds(self) -> float | None:
-        """How long the newest publication held the engines."""
+    def pause_phases(self) -> dict[str, float]:
+        """Where the time went for which the newest publication held the engines, in seconds; empty before the first."""
 
     @property
     def memory(self) -> dict[str, Any] | None:
@@ -870,7 +870,7 @@ class CoordinatorStatus:
     endpoints: list[str]  # of the engines' data planes
     engines: str | None  # why they cannot serve
     trainer: str | None  # why it cannot train
-    pause_seconds: float | None = None
+    pause_phases: dict[str, float] = field(default_factory=dict)
     memory: dict[str, list[MemoryReport]] = field(default_factory=dict)  # of the newest hand-overs, if colocated
     step_seconds: float | None = None  # for which the newest colocated step kept requests waiting
     residency: dict[str, Any] = field(default_factory=dict)  # what the engines hold besides the base load

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from reef.errors import BarrierError, EngineError, EngineUncertain, Unavailable, VerificationError, WorkerDied
@@ -24,11 +24,14 @@ from reef.runtime.interfaces import (
     WeightKind,
     WeightLoad,
 )
+from reef.runtime.pause_clock import PauseClock
 from reef.runtime.residency import Residency
 
 log = logging.getLogger("reef.publication")
 
 NUM_PROBE_TOKENS = 64
+WAITED = "pause_wait_seconds"
+"""In the stats of an engine's report: how long the newest pause waited for the step in progress."""
 
 
 def probe_ids(vocab_size: int) -> list[int]:
@@ -58,11 +61,11 @@ class Publication:
         self._base_content_id = base_content_id
         self._probe = probe
         self._residency = Residency(engines)
-        self._heads: dict[str, Release] = {}
+        self._heads: dict[str, Release] = {}  # replaced, never changed: others read it meanwhile
+        self._heads_lock = Lock()  # for who replaces it
         self._incomplete: str | None = None  # why the engines are not what `restore` makes of them
         self.generation = 0  # how often the engines were replaced
-        self.pause_seconds: float | None = None  # of the newest publication: from the barrier's start to its end
-        self._paused_at: float | None = None
+        self.clock = PauseClock()  # runs from the barrier's start to its end
         self._lanes: dict[str, str] = {}  # what they were pointed at last; others serve their heads
         self._replaced: dict[str, str] = {}  # scenario -> load that its newest head took over from
 
@@ -100,24 +103,31 @@ class Publication:
     def pause(self) -> None:
         """The barrier; that it is wanted is noted first. Raises BarrierError: then the engines are retired."""
         self._require_complete()
-        self._paused_at = time.monotonic()
+        self.clock.start()
         with crossing(Point.PAUSE):
             try:
                 self._engines.pause(self._pause_mode)
             except (BarrierError, WorkerDied) as error:
                 self._incomplete = f"recoverable: the engines are to be replaced, the pause barrier failed: {error}"
                 raise BarrierError(f"the pause barrier failed: {error}") from error
+        self.clock.lap("barrier")
 
     def switch(self, candidate: Candidate) -> None:
         """Point the lane at the staged candidate while paused; verify it on every engine. Raises VerificationError."""
         self._require_complete()
         with crossing(Point.SWITCH):
             self._activate(candidate.scenario, candidate.runtime_load_id)
+        self.clock.lap("switch")
         with crossing(Point.VERIFY):
             self._verify_switch(candidate)
+        self.clock.lap("verify")
 
     def _verify_switch(self, candidate: Candidate) -> None:
-        for report in self._engines.reports():
+        reports = self._engines.reports()
+        self.clock.split(
+            "barrier", "step in progress", max((one.stats.get(WAITED, 0.0) for one in reports), default=0.0)
+        )
+        for report in reports:
             lane = report.lanes.get(candidate.scenario)
             content = report.loads.get(candidate.runtime_load_id)
             if lane != candidate.runtime_load_id or content != candidate.content_id or not report.paused:
@@ -131,7 +141,7 @@ class Publication:
         previous = self._heads.get(release.scenario)
         if previous is not None and previous.runtime_load_id != release.runtime_load_id:
             self._replaced[release.scenario] = previous.runtime_load_id
-        self._heads[release.scenario] = release
+        self._set_heads(release)
 
     def finish(self, release: Release) -> None:
         """After `commit_head`: resume, then retire what the release replaced."""
@@ -145,10 +155,10 @@ class Publication:
         self._require_complete()
         head = self._heads[candidate.scenario]
         if self._lanes.get(candidate.scenario, head.runtime_load_id) != head.runtime_load_id:
-            if self._paused_at is None:
+            if not self.clock.running:
                 self.pause()
             self._activate(candidate.scenario, head.runtime_load_id)
-        if self._paused_at is not None:
+        if self.clock.running:
             self._resume()
         self._residency.drop(candidate.runtime_load_id)
 
@@ -159,8 +169,8 @@ class Publication:
     def _resume(self) -> None:
         with crossing(Point.RESUME):
             self._engines.resume()
-        if self._paused_at is not None:
-            self.pause_seconds, self._paused_at = time.monotonic() - self._paused_at, None
+        self.clock.lap("resume")
+        self.clock.stop()
 
     # ------------------------------------------------------------------ residency
 
@@ -195,12 +205,17 @@ class Publication:
     # ------------------------------------------------------------------ committed heads
 
     def remember(self, release: Release) -> None:
-        """A scenario was created: its head is the base load, which every engine has."""
-        self._heads.setdefault(release.scenario, release)
+        """A scenario was created: its head is the base load, which every engine has. Waits for nothing."""
+        with self._heads_lock:
+            self._heads = {release.scenario: release} | self._heads
+
+    def _set_heads(self, *releases: Release) -> None:
+        with self._heads_lock:
+            self._heads = self._heads | {release.scenario: release for release in releases}
 
     def restore(self, heads: Sequence[Release], *, resume: bool) -> None:
         """Bring engines that have only the base load to the committed heads, under their original load IDs."""
-        self._heads.update({head.scenario: head for head in heads})
+        self._set_heads(*heads)
         self._incomplete = "the engines do not serve the committed heads yet"
         with crossing(Point.RESTORE):
             self._restore(heads)
@@ -209,7 +224,7 @@ class Publication:
         self._incomplete = None
 
     def _restore(self, heads: Sequence[Release]) -> None:
-        self._paused_at = time.monotonic()
+        self.clock.start()
         self._lanes, self._replaced = {}, {}
         self._residency.clear()
         self._engines.pause(PauseMode.IN_PLACE)
@@ -262,7 +277,7 @@ class Publication:
                     raise EngineUncertain(f"{report.owner} did not restore {', '.join(sorted(report.released))}")
             with crossing(Point.RESTORE):
                 self._restore(list(self._heads.values()))
-            self._paused_at = None  # this was no publication
+            self.clock.cancel()  # this was no publication
             if resume:
                 self._resume()
         return reports

@@ -81,7 +81,7 @@ class Residency:
                 "scenarios": sorted(scenario for scenario, served in current.items() if served == load_id),
                 "error": self._leaked.get(load_id),
             }
-            for load_id, load in self._loads.items()
+            for load_id, load in list(self._loads.items())  # others may change it meanwhile
         ]
         return {"slots": self._engines.max_loads, "used": len(self._contents()), "loads": loads}
 
@@ -98,7 +98,7 @@ class Residency:
 
     def _contents(self, *more: WeightLoad) -> set[str]:
         """The sets of bytes that take a slot."""
-        return {load.content_id for load in (*self._loads.values(), *more) if load.path is not None}
+        return {load.content_id for load in (*list(self._loads.values()), *more) if load.path is not None}
 
     def _make_room(self, load: WeightLoad, current: Collection[str]) -> None:
         slots = self._engines.max_loads

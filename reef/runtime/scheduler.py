@@ -196,6 +196,7 @@ class TrainingCoordinator:
         self._publication.switch(candidate)
         marker.state = MarkerState.READY_TO_COMMIT
         self._marker.write(marker)
+        self._publication.clock.lap("ready marker")
 
     def acknowledge(self, job_id: str, release: Release) -> None:
         """The release is in the database: HEAD_COMMITTED, resume, COMPLETE. A failed resume may be retried.
@@ -211,10 +212,12 @@ class TrainingCoordinator:
         )
         if marker.state is MarkerState.COMPLETE:
             return
+        self._publication.clock.lap("commit")
         self._owe(release)
         replaced = marker.state is MarkerState.UPDATING_WEIGHTS
         marker.state = MarkerState.HEAD_COMMITTED
         self._marker.write(marker)
+        self._publication.clock.lap("head marker")
         if replaced:
             self._publication.rebuild(resume=True)
         else:

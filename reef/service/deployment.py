@@ -207,6 +207,7 @@ class Deployment:
     async def status(self) -> dict[str, Any]:
         marker = await self._training.marker()
         engines = await self._inference.reports()
+        phases = self._inference.pause_phases
         return {
             "version": __version__,
             "model": self.models()[0],
@@ -215,7 +216,8 @@ class Deployment:
             "training_health": self._training.health(),
             "engines": engines,
             "residency": self._inference.residency,
-            "last_pause_seconds": self._inference.pause_seconds,
+            "last_pause_seconds": sum(phases.values()) if phases else None,
+            "last_pause_phases": phases,
             "memory": self._inference.memory,
             "job": None
             if marker is None

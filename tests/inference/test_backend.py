@@ -136,6 +136,39 @@ def test_a_stage_that_fails_everywhere_changes_nothing(pair):
     assert all("engine:1" not in report.loads for report in backend.reports())
 
 
+def test_an_engine_that_is_killed_while_it_stages(pair, tiny_model, tmp_path):
+    backend, recorder = pair
+    weights = other_weights(tiny_model, tmp_path / "other")
+    slow = shutil.copytree(weights, tmp_path / "slow")
+    (slow / "model.safetensors").unlink()
+    os.mkfifo(slow / "model.safetensors")  # both engines wait for what it says
+    load = WeightLoad(runtime_load_id="engine:1", content_id="c1", kind=WeightKind.FULL, path=str(slow))
+    with ThreadPoolExecutor(1) as caller:
+        staging = caller.submit(backend.stage, load)
+        writer = open_for_writing(slow / "model.safetensors")
+        (slow / "model.safetensors").rename(tmp_path / "pipe")  # the other engine then finds no weights
+        os.kill(recorder.pids[1], signal.SIGKILL)
+        os.close(writer)
+        with pytest.raises(WorkerDied, match=r"engine-1 .* signal 9"):
+            staging.result(60)
+    backend.restart()
+    backend.stage(WeightLoad(runtime_load_id="engine:1", content_id="c1", kind=WeightKind.FULL, path=str(weights)))
+    assert all(report.loads == {BASE_LOAD_ID: "base", "engine:1": "c1"} for report in backend.reports())
+    backend.drop("engine:1")
+    backend.resume()
+
+
+def open_for_writing(pipe: Path) -> int:
+    """Wait until somebody reads from it."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
 def test_a_killed_engine_cuts_its_streams_and_a_restart_serves_again(pair):
     backend, recorder = pair
 

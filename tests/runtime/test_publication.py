@@ -66,3 +66,14 @@ def test_a_load_of_other_content_fails_the_publication(world: World):
     world.engines.loads["engine:1"] = "other"
     with pytest.raises(VerificationError, match="other"):
         world.coordinator.publish(trained)
+
+
+def test_the_time_of_a_pause_is_known_by_phase(world: World):
+    trained = world.coordinator.train(world.job("j1"), "engine:1")
+    world.coordinator.publish(trained)
+    clock = world.publication.clock
+    assert clock.running and list(clock.newest) == ["resume"]  # of the start
+    world.coordinator.acknowledge("j1", world.commit(trained))
+    assert not clock.running
+    phases = ["step in progress", "barrier", "switch", "verify", "ready marker", "commit", "head marker", "resume"]
+    assert list(clock.newest) == phases and min(clock.newest.values()) >= 0.0

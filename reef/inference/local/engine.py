@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from reef.inference.local.runner import Runner
 from reef.inference.local.sampler import Row, Sampled, sample
 from reef.inference.local.scheduler import Scheduler, Work
 from reef.inference.local.sequence import Sequence
+from reef.inference.local.slices import Slices, whole
 from reef.inference.local.validation import check_request
 from reef.inference.local.weights import end_token_ids, read_config
 from reef.points import Point, crossing
@@ -47,6 +49,8 @@ from reef.runtime.interfaces import (
     TokenChunk,
     WeightLoad,
 )
+
+T = TypeVar("T")
 
 
 class LocalEngine:
@@ -235,8 +239,11 @@ class LocalEngine:
 
     def stage(self, load: WeightLoad) -> None:
         """Make weights resident; they serve requests that pin them. Raises EngineError; then nothing has changed."""
-        with torch.inference_mode():
-            self._loads.stage(load)
+        whole(self.stage_in_slices(load))
+
+    def stage_in_slices(self, load: WeightLoad) -> Slices[None]:
+        """`stage`, between whose slices anything may be called. Raises EngineError also if `load` is dropped then."""
+        return _without_gradients(self._loads.stage(load))
 
     def activate(self, lane: str, runtime_load_id: str) -> None:
         """Point a lane at a resident load. Raises EngineError unless paused."""
@@ -254,6 +261,7 @@ class LocalEngine:
     def drop(self, runtime_load_id: str) -> None:
         """Free a load that no lane serves; requests that pin it end with ENGINE_CUT. An unknown ID is ignored."""
         if runtime_load_id not in self._loads:
+            self._loads.drop(runtime_load_id)  # it may be on its way
             return
         lanes = [lane for lane, load_id in self._lanes.items() if load_id == runtime_load_id]
         if lanes:
@@ -277,14 +285,17 @@ class LocalEngine:
 
     def score(self, runtime_load_id: str, token_ids: list[int]) -> list[float]:
         """Log-probabilities of token_ids[1:] at temperature 1, [num_tokens - 1]. Raises EngineError, InvalidRequest."""
+        return whole(self.score_in_slices(runtime_load_id, token_ids))
+
+    def score_in_slices(self, runtime_load_id: str, token_ids: list[int]) -> Slices[list[float]]:
+        """`score`, between whose slices anything may be called; the numbers are the same, bit by bit."""
         if runtime_load_id not in self._loads:
             raise EngineError(f"runtime load {runtime_load_id!r} is not resident")
         if not 2 <= len(token_ids) <= self.max_context:
             raise InvalidRequest(f"token_ids must have 2 to {self.max_context} ids, got {len(token_ids)}", "token_ids")
         if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
             raise InvalidRequest(f"token ids must be in [0, {self.vocab_size})", "token_ids")
-        with torch.inference_mode():
-            return self._runner.score(runtime_load_id, token_ids)
+        return _without_gradients(self._runner.score(runtime_load_id, token_ids))
 
     def report(self) -> EngineReport:
         return EngineReport(
@@ -450,6 +461,18 @@ class LocalEngine:
         """Runs on the compiling thread."""
         vocabulary = GrammarVocabulary(self._chat_tokenizer(FIELD), self.vocab_size, sorted(self._end_ids))
         return vocabulary.compile
+
+
+def _without_gradients(slices: Slices[T]) -> Slices[T]:
+    """In inference mode during each slice, but not between them."""
+    while True:
+        with torch.inference_mode():
+            try:
+                next(slices)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+        yield
 
 
 def _row(sequence: Sequence) -> Row:

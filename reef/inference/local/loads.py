@@ -17,6 +17,7 @@ from reef.errors import EngineError
 from reef.inference.local.lora import Adapter, AdapterStack, read_adapter, stack_adapters
 from reef.inference.local.model import ModelSpec, ModelWeights
 from reef.inference.local.ops import Ops
+from reef.inference.local.slices import Slices, whole
 from reef.inference.local.weights import build_weights, projection_parts, read_config, read_state
 from reef.runtime.interfaces import BASE_LOAD_ID, WeightKind, WeightLoad
 
@@ -52,6 +53,7 @@ class Loads:
         self._max_loads = max_loads
         self._base_content_id = base_content_id
         self._resident: dict[str, Load] = {}
+        self._staging: WeightLoad | None = None  # what is being read, until it is resident, dropped or released
         self._stacks: OrderedDict[tuple[str, ...], AdapterStack] = OrderedDict()
         self.restore()
 
@@ -67,8 +69,8 @@ class Loads:
     def content_ids(self) -> dict[str, str]:
         return {load_id: load.content_id for load_id, load in self._resident.items()}
 
-    def stage(self, load: WeightLoad) -> None:
-        """Raises EngineError; then nothing has changed. What is resident already is left alone."""
+    def stage(self, load: WeightLoad) -> Slices[None]:
+        """Raises EngineError; then nothing has changed. What is resident already is left alone. One at a time."""
         if (present := self._resident.get(load.runtime_load_id)) is not None:
             if present.content_id != load.content_id:
                 raise EngineError(
@@ -92,19 +94,26 @@ class Loads:
         path = Path(load.path)
         if not path.is_dir():
             raise EngineError(f"{load.runtime_load_id}: there is no directory at its path")
+        self._staging = load
         if load.kind is WeightKind.LORA:
-            staged = Load(load.content_id, base.weights, self._read_adapter(path))
+            staged = Load(load.content_id, base.weights, (yield from self._read_adapter(path)))
         else:
-            staged = Load(load.content_id, self._read_full(path))
+            staged = Load(load.content_id, (yield from self._read_full(path)))
+        if self._staging is not load:  # and the base may be another by now
+            raise EngineError(f"{load.runtime_load_id} was dropped or memory was released while it was being staged")
         self._resident[load.runtime_load_id] = staged
+        self._staging = None
 
     def drop(self, load_id: str) -> None:
+        if self._staging is not None and self._staging.runtime_load_id == load_id:
+            self._staging = None
         self._resident.pop(load_id, None)
         for key in [key for key in self._stacks if load_id in key]:
             del self._stacks[key]
 
     def release(self) -> None:
         """Free everything, the base too."""
+        self._staging = None
         self._resident.clear()
         self._stacks.clear()
         self._ops.release()
@@ -112,8 +121,7 @@ class Loads:
     def restore(self) -> None:
         """Read the base again. Other loads have to be staged again."""
         if not self._resident:
-            weights = build_weights(read_state(self._path), self._spec, self._dtype, self._device, self._ops)
-            self._resident[BASE_LOAD_ID] = Load(self._base_content_id, weights)
+            self._resident[BASE_LOAD_ID] = Load(self._base_content_id, whole(self._build(self._path)))
 
     def stack(self, load_ids: tuple[str, ...]) -> AdapterStack:
         """The adapters of `load_ids` side by side. Recent ones are kept."""
@@ -126,7 +134,7 @@ class Loads:
             self._stacks.popitem(last=False)
         return stack
 
-    def _read_adapter(self, path: Path) -> Adapter:
+    def _read_adapter(self, path: Path) -> Slices[Adapter]:
         return read_adapter(
             path,
             num_layers=self._spec.num_layers,
@@ -136,7 +144,11 @@ class Loads:
             device=self._device,
         )
 
-    def _read_full(self, path: Path) -> ModelWeights:
+    def _read_full(self, path: Path) -> Slices[ModelWeights]:
         if (path / "config.json").exists() and ModelSpec.from_config(read_config(path)) != self._spec:
             raise EngineError("the weights' config.json describes another architecture than the base model's")
-        return build_weights(read_state(path), self._spec, self._dtype, self._device, self._ops)
+        return self._build(path)
+
+    def _build(self, path: Path) -> Slices[ModelWeights]:
+        state = yield from read_state(path)
+        return (yield from build_weights(state, self._spec, self._dtype, self._device, self._ops))

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from reef.errors import EngineError
+from reef.inference.local.slices import Slices
+from reef.inference.local.tensor_file import read_tensors
 
 _FUSED = ("qkv", "o", "gate_up", "down")
 _KEY = re.compile(
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(slots=True, frozen=True)
 class Adapter:
-    """Per fused projection the matrices of all layers: a [layers, r, input], b [layers, output, r] with the scale."""
+    """Per fused projection the matrices of all layers: a [layers, r, input], b [layers, r, output] with the scale."""
 
     a: dict[str, Tensor]
     b: dict[str, Tensor]
@@ -55,14 +55,12 @@ def read_adapter(
     parts: Mapping[str, Part],
     dtype: torch.dtype,
     device: torch.device,
-) -> Adapter:
+) -> Slices[Adapter]:
     """Read adapter_config.json and adapter_model.safetensors. Raises EngineError for what cannot be served exactly."""
     scale = _scale(path)
-    try:
-        tensors = load_file(path / "adapter_model.safetensors")
-    except (OSError, SafetensorError) as error:
-        raise EngineError(f"cannot read adapter_model.safetensors of the adapter: {error}") from error
+    tensors = yield from read_tensors(path / "adapter_model.safetensors")
     pairs = _pairs(tensors, num_layers, parts)
+    yield
     if not pairs:
         raise EngineError("the adapter has no weights")
     ranks = {
@@ -76,26 +74,28 @@ def read_adapter(
         if not members:
             continue
         rank = sum(ranks[name] for name in members)
-        a_all, b_all = torch.zeros(num_layers, rank, in_size), torch.zeros(num_layers, out_size, rank)
+        a_all = a_out[fused] = torch.zeros(num_layers, rank, in_size, dtype=dtype, device=device)
+        b_all = b_out[fused] = torch.zeros(num_layers, rank, out_size, dtype=dtype, device=device)
         column = 0
         for name in members:
             part = parts[name]
             for layer in range(num_layers):
                 if (pair := pairs.get((layer, name))) is None:
                     continue
-                a, b = pair
+                a, b = (tensor.float() for tensor in pair)
                 if a.shape[1] != in_size or b.shape != (part.size, a.shape[0]):
                     raise EngineError(
                         f"the adapter's {name} of layer {layer} does not fit: A is {tuple(a.shape)}, B {tuple(b.shape)}"
                     )
                 end = column + a.shape[0]
-                a_all[layer, column:end] = a
-                b_all[layer, part.start : part.start + part.size, column:end] = b * scale
+                own_a = a_all[layer, column:end]
+                own_b = b_all[layer, column:end, part.start : part.start + part.size]
+                own_a.copy_(a)
+                own_b.copy_((b * scale).t())
+                if not (own_a.isfinite().all() and own_b.isfinite().all()):
+                    raise EngineError(f"the adapter's {name} of layer {layer} is not finite")
+                yield
             column += ranks[name]
-        a_out[fused] = a_all.to(device, dtype)
-        b_out[fused] = b_all.to(device, dtype)
-        if not (a_out[fused].isfinite().all() and b_out[fused].isfinite().all()):
-            raise EngineError(f"the adapter's weights for {fused} are not finite")
     return Adapter(a_out, b_out)
 
 
@@ -121,13 +121,13 @@ def _scale(path: Path) -> float:
 def _pairs(
     tensors: Mapping[str, Tensor], num_layers: int, parts: Mapping[str, Part]
 ) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
-    """(layer, projection) -> A [r, input] and B [output, r] in float32."""
+    """(layer, projection) -> A [r, input] and B [output, r]."""
     halves: dict[tuple[int, str], dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
         if match is None or match[2] not in parts or int(match[1]) >= num_layers:
             raise EngineError(f"the adapter has a weight that cannot be served: {key}")
-        halves.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor.float()
+        halves.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor
     for (layer, name), pair in halves.items():
         if pair.keys() != {"A", "B"}:
             raise EngineError(f"the adapter lacks one of lora_A and lora_B for {name} of layer {layer}")
@@ -154,11 +154,16 @@ def stack_adapters(adapters: Sequence[Adapter]) -> AdapterStack:
         having = [(number, adapter) for number, adapter in enumerate(adapters) if fused in adapter.a]
         if not having:
             continue
-        a[fused] = [layer.t() for layer in torch.cat([adapter.a[fused] for _, adapter in having], dim=1)]
-        b[fused] = list(torch.cat([adapter.b[fused].transpose(1, 2) for _, adapter in having], dim=1))
+        a[fused] = [layer.t() for layer in _side_by_side([adapter.a[fused] for _, adapter in having])]
+        b[fused] = list(_side_by_side([adapter.b[fused] for _, adapter in having]))
         ranks = [torch.full((adapter.a[fused].shape[1],), number) for number, adapter in having]
         owners[fused] = torch.cat(ranks).to(a[fused][0].device)
     return AdapterStack(a, b, owners)
+
+
+def _side_by_side(matrices: list[Tensor]) -> Tensor:
+    """[layers, r, n] each -> [layers, R, n]; a single one is not copied."""
+    return matrices[0] if len(matrices) == 1 else torch.cat(matrices, dim=1)
 
 
 class LoraBatch:

@@ -17,6 +17,7 @@ from reef.errors import EngineError
 from reef.inference.local.attention import AttentionPlan
 from reef.inference.local.lora import LoraBatch
 from reef.inference.local.ops import Linear, Ops
+from reef.inference.local.slices import Slices, whole
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -161,6 +162,10 @@ class Model:
 
     def forward(self, weights: ModelWeights, batch: Batch) -> Tensor:
         """Return the last layer's output [T, H], normed; write K and V where the plan says."""
+        return whole(self.forward_in_slices(weights, batch))
+
+    def forward_in_slices(self, weights: ModelWeights, batch: Batch) -> Slices[Tensor]:
+        """`forward`, a layer at a time."""
         ops, eps, lora = self.ops, self.spec.rms_norm_eps, batch.lora
         hidden = F.embedding(batch.token_ids, weights.embedding)
         delta: Tensor | None = None  # what the layer before adds to `hidden`
@@ -172,6 +177,7 @@ class Model:
             normed = ops.add_norm(hidden, delta, layer.post_norm, eps)
             gated = ops.silu_mul(_project(layer.gate_up, normed, lora, index, "gate_up"))
             delta = _project(layer.down, gated, lora, index, "down")
+            yield
         return ops.add_norm(hidden, delta, weights.norm, eps)
 
     def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, batch: Batch) -> Tensor:

@@ -6,13 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from reef.errors import EngineError
 from reef.inference.local.attention import KVTensors, Stretch, plan_dense, plan_paged
 from reef.inference.local.loads import Loads
 from reef.inference.local.lora import LoraBatch
 from reef.inference.local.model import Batch, Model
 from reef.inference.local.scheduler import Work
+from reef.inference.local.slices import Slices
 
-_SCORE_ROWS = 256
+_SCORE_ROWS = 16
 """Logits computed at once by `score`: [rows, V] of float32."""
 
 
@@ -59,7 +61,7 @@ class Runner:
             return [], None
         return sampling, logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def score(self, load_id: str, token_ids: list[int]) -> list[float]:
+    def score(self, load_id: str, token_ids: list[int]) -> Slices[list[float]]:
         """Log-probabilities of token_ids[1:], computed without the KV cache."""
         load = self._loads[load_id]
         device = self._model.device
@@ -71,12 +73,15 @@ class Runner:
             attention=plan_dense(len(token_ids) - 1),
             lora=lora,
         )
-        hidden = self._model.forward(load.weights, batch)
+        hidden = yield from self._model.forward_in_slices(load.weights, batch)
         parts = []
         for start in range(0, len(hidden), _SCORE_ROWS):
             logits = load.weights.lm_head(hidden[start : start + _SCORE_ROWS]).float()
             targets = ids[start + 1 : start + 1 + len(logits), None]
             parts.append(logits.gather(1, targets)[:, 0] - logits.logsumexp(dim=-1))
+            yield
+        if load_id not in self._loads or self._loads[load_id] is not load:
+            raise EngineError(f"{load_id} was dropped or memory was released while it was scored")
         scores: list[float] = torch.cat(parts).tolist()
         return scores
 

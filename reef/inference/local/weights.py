@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from reef.errors import EngineError
 from reef.inference.local.lora import Part
 from reef.inference.local.model import LayerWeights, ModelSpec, ModelWeights
 from reef.inference.local.ops import Linear, Ops
+from reef.inference.local.slices import Slices
+from reef.inference.local.tensor_file import read_tensors
 from reef.inference.source import model_source
 
 _INDEX = "model.safetensors.index.json"
@@ -31,7 +32,7 @@ def read_config(path: Path) -> Any:
         raise EngineError(f"cannot read the model's config: {error}") from error
 
 
-def read_state(path: Path) -> dict[str, Tensor]:
+def read_state(path: Path) -> Slices[dict[str, Tensor]]:
     """Every tensor of a model by its name in `transformers`. Raises EngineError.
 
     A GGUF file is dequantized by transformers. Several safetensors files are joined by their index.
@@ -47,12 +48,11 @@ def read_state(path: Path) -> dict[str, Tensor]:
         if (source / _INDEX).exists():
             weight_map: dict[str, str] = json.loads((source / _INDEX).read_text())["weight_map"]
             names = sorted(set(weight_map.values()))
-        state: dict[str, Tensor] = {}
-        for name in names:
-            with safe_open(source / name, framework="pt") as file:
-                state.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise EngineError(f"cannot read the model's weights: {error}") from error
+    state: dict[str, Tensor] = {}
+    for name in names:
+        state |= yield from read_tensors(source / name)
     return state
 
 
@@ -82,33 +82,44 @@ def projection_parts(spec: ModelSpec) -> dict[str, Part]:
 
 def build_weights(
     state: Mapping[str, Tensor], spec: ModelSpec, dtype: torch.dtype, device: torch.device, ops: Ops
-) -> ModelWeights:
+) -> Slices[ModelWeights]:
     """Fuse and place the weights. Raises EngineError if any is missing, unexpected, misshapen or not finite."""
     reader = _Reader(state, dtype, device, ops)
     embedding = reader.take("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-    layers = [_layer(reader, spec, f"model.layers.{index}.") for index in range(spec.num_layers)]
+    layers = []
+    for index in range(spec.num_layers):
+        yield
+        layers.append((yield from _layer(reader, spec, f"model.layers.{index}.")))
+    yield
     norm = reader.take("model.norm.weight", spec.hidden_size)
     head = embedding if spec.tied_head else reader.take("lm_head.weight", spec.vocab_size, spec.hidden_size)
     reader.check_all_taken(unless="lm_head.weight" if spec.tied_head else "")
+    yield
     return ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=ops.linear(head, None))
 
 
-def _layer(reader: _Reader, spec: ModelSpec, prefix: str) -> LayerWeights:
+def _layer(reader: _Reader, spec: ModelSpec, prefix: str) -> Slices[LayerWeights]:
     hidden, head_dim = spec.hidden_size, spec.head_dim
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     qkv = [
         (attention + name, size) for name, size in zip(("q_proj", "k_proj", "v_proj"), _qkv_sizes(spec), strict=True)
     ]
     gate_up = [(mlp + name, spec.intermediate_size) for name in ("gate_proj", "up_proj")]
+    fused_qkv = reader.linear(qkv, hidden, spec.qkv_bias)
+    yield
+    fused_gate_up = reader.linear(gate_up, hidden, spec.mlp_bias)
+    yield
+    down = reader.linear([(mlp + "down_proj", hidden)], spec.intermediate_size, spec.mlp_bias)
+    yield
     return LayerWeights(
         input_norm=reader.take(prefix + "input_layernorm.weight", hidden),
-        qkv=reader.linear(qkv, hidden, spec.qkv_bias),
+        qkv=fused_qkv,
         q_norm=reader.take(attention + "q_norm.weight", head_dim) if spec.qk_norm else None,
         k_norm=reader.take(attention + "k_norm.weight", head_dim) if spec.qk_norm else None,
         o=reader.linear([(attention + "o_proj", hidden)], spec.q_size, spec.output_bias),
         post_norm=reader.take(prefix + "post_attention_layernorm.weight", hidden),
-        gate_up=reader.linear(gate_up, hidden, spec.mlp_bias),
-        down=reader.linear([(mlp + "down_proj", hidden)], spec.intermediate_size, spec.mlp_bias),
+        gate_up=fused_gate_up,
+        down=down,
     )
 
 
