@@ -1,10 +1,13 @@
 # `make demo` and `make test` need only Python 3.11 or later: they install what they use into .venv.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
-# What is installed; `ray` adds the Ray executor, its tests and its deployments in `make crash`.
+# What is installed; `ray` adds the Ray executor, its tests and its deployments in `make crash`, `postgres` the
+# PostgreSQL store and its tests.
 EXTRAS ?= demo,dev
 # More for pip, say an index with CPU-only builds of torch: make test PIP_FLAGS="--extra-index-url URL"
 PIP_FLAGS ?=
+# Processes that run tests; the tests of one file stay together.
+JOBS ?= 2
 # More for the program: make demo ARGS="--seed 1", make test ARGS="tests/test_config.py"
 ARGS ?=
 
@@ -20,7 +23,7 @@ demo: $(STAMP)
 	$(BIN)/reef demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

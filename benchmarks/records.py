@@ -1,10 +1,11 @@
-"""Durable appends: group commit against one transaction for each append, in one interleaved run on one file system.
+"""Durable appends in one interleaved run on one file system: SQLite, PostgreSQL, and one transaction for each append.
 
     python -m benchmarks.records [--seconds 1.0] [--rounds 3] [--directory DIR] [--json FILE]
 
-The rival is the same table, codec, pragmas and writer thread, but commits every append by itself. Each round measures
-both at every concurrency, one right after the other; the table shows medians over rounds. Other load on the machine
-moves absolute numbers; compare the ratios.
+The rival is SQLite with the same table, codec, pragmas and writer thread, but commits every append by itself.
+PostgreSQL is a server that this program starts, with its defaults (fsync on), over a Unix socket; without one on the
+machine its column is left out. Each round measures all at every concurrency, one right after the other; the table
+shows medians over rounds. Other load on the machine moves absolute numbers; compare the ratios.
 """
 
 from __future__ import annotations
@@ -22,15 +23,20 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from reef.records import schema
 from reef.records.codec import encode
-from reef.records.sqlite import SqliteStorage, _append
+from reef.records.opening import storage_at
+from reef.records.sqlite import SqliteStorage, append
 from reef.runtime.interfaces import InferenceRecord, Record
 from tests.records.values import base, typical
 
 CONCURRENCIES = (1, 16, 64)
+Appends = dict[int, dict[str, dict[str, float]]]  # by concurrency and contender
 OPEN_RECORDS = 100_000
 
 
@@ -50,7 +56,7 @@ class OneTransactionPerAppend:
 
     def _commit(self, encoded) -> tuple[int, float]:
         self._connection.execute("BEGIN IMMEDIATE")
-        stored = _append(self._connection, encoded)
+        stored = append(self._connection, encoded)
         self._connection.execute("COMMIT")
         return stored
 
@@ -84,27 +90,35 @@ async def measure(
     }
 
 
-async def compare(directory: Path, rounds: int, seconds: float) -> dict[int, dict[str, dict[str, float]]]:
+async def compare(
+    directory: Path, rounds: int, seconds: float, postgres: str | None
+) -> dict[int, dict[str, dict[str, float]]]:
     rng = random.Random(0)
     records = [typical("", rng) for _ in range(512)]
     group = SqliteStorage(directory / "group.db")
     await group.open()
     rival = OneTransactionPerAppend(directory / "rival.db")
-    samples: dict[int, dict[str, list[dict[str, float]]]] = {n: {"group": [], "rival": []} for n in CONCURRENCIES}
-    await measure(group.append, records, 64, 0.2)  # warm both up
-    await measure(rival.append, records, 64, 0.2)
+    contenders: dict[str, Any] = {"group": group, "rival": rival}
+    if postgres is not None:
+        contenders["postgres"] = storage_at(postgres)
+        await contenders["postgres"].open()
+    samples: dict[int, dict[str, list[dict[str, float]]]] = {
+        n: {name: [] for name in contenders} for n in CONCURRENCIES
+    }
+    for contender in contenders.values():
+        await measure(contender.append, records, 64, 0.2)  # warm up
     for _ in range(rounds):
         for concurrency in CONCURRENCIES:
-            for name, contender in (("group", group), ("rival", rival)):
+            for name, contender in contenders.items():
                 samples[concurrency][name].append(await measure(contender.append, records, concurrency, seconds))
-    await group.close()
-    await rival.close()
+    for contender in contenders.values():
+        await contender.close()
     return {
         concurrency: {
             name: {key: statistics.median(sample[key] for sample in runs) for key in runs[0]}
-            for name, runs in contenders.items()
+            for name, runs in by_name.items()
         }
-        for concurrency, contenders in samples.items()
+        for concurrency, by_name in samples.items()
     }
 
 
@@ -152,17 +166,21 @@ def fsync_milliseconds(directory: Path) -> float:
 
 def show(results: dict) -> None:
     print(f"fsync of one page: {results['fsync_ms']:.2f} ms (median); SQLite {results['sqlite']}, {results['machine']}")
+    titles = {"group": "SQLite", "rival": "SQLite, one transaction each", "postgres": "PostgreSQL"}
+    names = list(next(iter(results["appends"].values())))
+    heads = [f"{titles[name]}, appends/s (p50, p95 ms)" for name in names]
     print(
-        "| concurrency | group commit, appends/s (p50, p95 ms) | one transaction each, appends/s (p50, p95) | ratio |"
+        f"| concurrency | {' | '.join(heads)} | " + " | ".join(f"SQLite to {titles[name]}" for name in names[1:]) + " |"
     )
-    print("| ---: | ---: | ---: | ---: |")
+    print("|" + " ---: |" * (2 * len(names)))
     for concurrency, contenders in results["appends"].items():
         cells = [
             f"{found['appends_per_second']:,.0f} ({found['p50_ms']:.1f}, {found['p95_ms']:.1f})"
             for found in contenders.values()
         ]
-        ratio = contenders["group"]["appends_per_second"] / contenders["rival"]["appends_per_second"]
-        print(f"| {concurrency} | {cells[0]} | {cells[1]} | {ratio:.1f} |")
+        first = contenders["group"]["appends_per_second"]
+        cells += [f"{first / contenders[name]['appends_per_second']:.1f}" for name in names[1:]]
+        print(f"| {concurrency} | {' | '.join(cells)} |")
     print(
         f"an exchange with {results['body_bytes_per_record']:.0f} bytes of bodies, 40 prompt and 30 output tokens "
         f"takes {results['file_bytes_per_record']:.0f} bytes of file; "
@@ -177,13 +195,19 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=None, help="on the file system to measure")
     parser.add_argument("--json", type=Path, default=None, help="write the results here, too")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
-        directory = Path(name)
+    with ExitStack() as opened:
+        directory = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=arguments.directory)))
+        postgres = None
+        if find_spec("psycopg") is not None and find_spec("alembic") is not None:
+            from tests.postgres_server import binaries, running_server
+
+            if binaries() is not None:
+                postgres = opened.enter_context(running_server(fsync=True, directory=arguments.directory)).url
         results = {
             "fsync_ms": fsync_milliseconds(directory),
             "sqlite": sqlite3.sqlite_version,
             "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
-            "appends": asyncio.run(compare(directory, arguments.rounds, arguments.seconds)),
+            "appends": asyncio.run(compare(directory, arguments.rounds, arguments.seconds, postgres)),
             **asyncio.run(measure_size_and_open(directory)),
         }
     show(results)

@@ -35,13 +35,14 @@ def main(arguments: list[str] | None = None) -> int:
     model = make_model(directory / "model")
     deadline = time.monotonic() + options.seconds
     total, done = sum(len(kills) for _, kills in chosen), 0
+    flags = dict(flag.split("=", 1) for flag in options.flag)
     for kind, kills in chosen:
         if kind.missing:
             print(f"{kind.name} is left out: {', '.join(kind.missing)} is not installed", flush=True)
             continue
         if time.monotonic() > deadline:
             break
-        with Run(kind, model, _fresh(directory, kind.name), options.seed) as run:
+        with Run(kind, model, _fresh(directory, kind.name), options.seed, flags) as run:
             for kill in kills:
                 if time.monotonic() > deadline:
                     break
@@ -63,6 +64,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--victim", action="append", help="only kills of this component: service, engine, trainer")
     parser.add_argument("--every", type=int, default=1, help="only every n-th of the kills, others in each deployment")
     parser.add_argument("--offset", type=int, default=0, help="with --every: which ones")
+    parser.add_argument("--flag", action="append", default=[], metavar="KEY=VALUE", help="of the deployment, such as "
+                         "storage.backend=postgres; may be repeated")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of what the clients do")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no kill after so long")
     parser.add_argument("--resume", action="store_true", help="go on with what .reef/crash holds, repeating no kill")

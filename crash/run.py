@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,10 +44,12 @@ WORKER_DEATHS, WORKER_SECONDS = 3, 310.0
 class Run:
     """Drives one kind of deployment. Use it as a context manager: it leaves no process behind."""
 
-    def __init__(self, kind: Kind, model: Path, directory: Path, seed: int = 0) -> None:
+    def __init__(
+        self, kind: Kind, model: Path, directory: Path, seed: int = 0, flags: Mapping[str, object] | None = None
+    ) -> None:
         self.kind = kind
         where = SmallDisk if kind.disk else Deployment
-        self.deployment = where(directory, {**FLAGS, **kind.flags, "inference.model-path": model})
+        self.deployment = where(directory, {**FLAGS, **kind.flags, **(flags or {}), "inference.model-path": model})
         self.load = Load(self.deployment.port, SCENARIOS, seed)
         self.rescorer = Rescorer(model, lambda: self.deployment.seen)
         self.audit = Audit(self.deployment.client, self.load.ledger, self.rescorer, seed)

@@ -280,7 +280,7 @@ class Deployment:
         await self._call(self.coordinator.publish, candidate)
         self.head = release
         await self._call(self.coordinator.acknowledge, candidate.job_id, release)
-        self._outcome.publication_pause_ms.append(round((self.publication.pause_seconds or 0.0) * 1e3, 2))
+        self._outcome.publication_pause_ms.append(round(sum(self.publication.clock.newest.values()) * 1e3, 2))
 
     async def _call(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.to_thread(function, *args)

@@ -400,6 +400,45 @@ def records(output: IO[str], scenario: str | None, url: str, token: str | None, 
         output.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
 
 
+# ---------------------------------------------------------------------------------------------- the database
+
+
+class StorageGroup(click.Group):
+    """`reef storage`, imported when it is used."""
+
+    def _loaded(self) -> click.Group:
+        from reef.cli_storage import storage
+
+        return storage
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *self._loaded().list_commands(ctx)])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, cmd_name) or self._loaded().get_command(ctx, cmd_name)
+
+
+@root.group(cls=StorageGroup)
+def storage() -> None:
+    """Move the database that holds records and releases, or empty what retention no longer keeps."""
+
+
+@storage.command(cls=DeploymentCommand)
+def compact(config_file: Path | None, **keyed: str | None) -> None:
+    """Empty now what storage.retention-* no longer keeps; takes the same configuration as `serve`.
+
+    \b
+    Example:
+      reef storage compact --config reef.yaml --storage.retention-days 30
+
+    A running service does this by itself, in small batches. Hashes stay; nothing that may still train is touched.
+    """
+    from reef.cli_storage import compact as run
+
+    config = _resolve(config_file, keyed).config
+    run(config.storage, Path(config.reef.data_dir))
+
+
 root.add_command(verify)
 
 

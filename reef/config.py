@@ -31,7 +31,7 @@ from msgspec import inspect as kinds
 from reef.errors import ConfigError
 from reef.inference.local.config import LocalConfig
 from reef.recipe.config import EvaluationConfig, RecipeConfig
-from reef.records.config import StorageConfig
+from reef.records.config import PostgresConfig, SqliteConfig
 from reef.runtime.config import ExecutionConfig
 from reef.runtime.interfaces import PauseMode
 from reef.service.config import NoTraining, ObservabilityConfig, ReefConfig, ServiceConfig
@@ -50,7 +50,7 @@ SECTIONS: dict[str, dict[str, type[msgspec.Struct]]] = {
     "inference": {"local": LocalConfig},
     "training": {"none": NoTraining, "torch": TorchConfig},
     "recipe": {"": RecipeConfig},
-    "storage": {"": StorageConfig},
+    "storage": {"sqlite": SqliteConfig, "postgres": PostgresConfig},
     "execution": {"": ExecutionConfig},
     "evaluation": {"": EvaluationConfig},
     "observability": {"": ObservabilityConfig},
@@ -284,11 +284,12 @@ def _unknown(dotted: str, origin: str) -> ConfigError:
 
 
 def nearest_key(dotted: str) -> str:
-    """The known key most like `dotted`; a likeness of names counts somewhat more than one of sections."""
+    """The known key most like `dotted`; a likeness of names counts more than one of sections, an equal name most."""
     section, _, name = dotted.lower().replace("_", "-").partition(".")
 
     def likeness(key: Key) -> float:
-        return 0.4 * _ratio(section, key.section) + 0.6 * _ratio(name or section, key.name)
+        likely = 0.4 * _ratio(section, key.section) + 0.6 * _ratio(name or section, key.name)
+        return likely + 0.2 * (name == key.name)
 
     return max(known_keys().values(), key=likeness).dotted
 

@@ -16,7 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from reef.errors import ConfigError
+from reef.errors import ConfigError, ReefError
+from reef.records.config import PostgresConfig, SqliteConfig
+from reef.records.opening import describe
 from reef.service.config import NoTraining, ReefConfig
 
 GIB = 1024**3
@@ -51,7 +53,7 @@ def examine(config: ReefConfig | None, problem: ConfigError | None = None) -> li
         lambda: _model_files(model),
         lambda: _model_loads(model),
         lambda: _data_directory(data),
-        lambda: _database(Path(config.storage.path or data / "reef.db")),
+        lambda: _storage(config.storage, data),
         lambda: _port(config.reef.host, config.reef.port),
     ]
     return [*checks, *(check() for check in later)]
@@ -207,6 +209,15 @@ def _data_directory(data: Path) -> Check:
         advice = "-> each release stores its weights: free some space, or move reef.data-dir"
         return Check(name, "fail" if free < DISK_FAIL else "warn", detail, advice)
     return Check(name, "ok", detail)
+
+
+def _storage(config: SqliteConfig | PostgresConfig, data: Path) -> Check:
+    if isinstance(config, SqliteConfig):
+        return _database(Path(config.path or data / "reef.db"))
+    try:
+        return Check("database", "ok", describe(config, data))
+    except ReefError as error:
+        return Check("database", "fail", str(error), "-> section storage")
 
 
 def _database(path: Path) -> Check:

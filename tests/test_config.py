@@ -80,6 +80,8 @@ def test_every_key_is_a_flag_a_variable_and_a_file_key(dotted: str, tmp_path: Pa
         else str(shown)
     )
     base = MODEL | ({f"{key.section}.backend": key.backends[0]} if key.backends else {})
+    if key.section == "storage" and key.backends == ("postgres",):
+        base |= {"storage.url": "postgresql://localhost/reef"}
     by_flag = resolve(flags=base | {dotted: value})
     by_variable = resolve(flags={k: v for k, v in base.items() if k != dotted}, environ={key.variable: value})
     plain = list(shown) if isinstance(shown, tuple) else shown

@@ -82,3 +82,16 @@ def test_nothing_is_lost_and_everything_serves_again(model, tmp_path):
     assert "\n".join(run.audit.findings.everything()) == ""
     assert len(run.session.outcomes) == len(KILLS) and all(one.seconds is not None for one in run.session.outcomes)
     assert run.audit.releases > 2 and run.rescorer.answers > 10
+
+
+@pytest.mark.timeout(240)
+def test_the_same_on_postgresql(tmp_path, postgres, schema):
+    flags = {"storage.backend": "postgres", "storage.url": postgres.url, "storage.schema": schema}
+    kills = (Kill(Point.COMMIT, "after", "service"), Kill(Point.APPEND_REPORT, "after", "service"))
+    with Run(KINDS[0], make_model(tmp_path / "model"), tmp_path / "run", flags=flags) as run:
+        problems = [problem for kill in kills for problem in run.kill(kill).problems]
+        run.conclude()
+    assert "\n".join(problems) == ""
+    assert "\n".join(run.audit.findings.everything()) == ""
+    assert len(run.session.outcomes) == len(kills) and run.audit.releases > 1
+    assert postgres.execute(f"SELECT count(*) FROM {schema}.releases")[0][0] > 2

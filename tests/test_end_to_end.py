@@ -49,12 +49,12 @@ class Reef:
         }
         self.runs = 0
 
-    def start(self) -> None:
+    def start(self, seconds: float = 90) -> None:
         self.runs += 1
         arguments = [f"--{key}={value}" for key, value in self.flags.items()]
         self.server = Server(arguments, self.directory / f"server-{self.runs}.log")
         self.server.start()
-        for _ in self.server.starting(90):
+        for _ in self.server.starting(seconds):
             pass
         self.http = httpx.Client(base_url=self.server.url, timeout=60)
         self.openai = OpenAI(base_url=f"{self.server.url}/v1", api_key="none", max_retries=0, timeout=60)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sqlite3
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from reef.errors import Conflict, NotFound
+from reef.errors import Conflict, LeaseLost, NotFound
 from reef.points import Point, crossing
+from reef.records.sql import Connection, chunks, insert, marks, select_in
 from reef.runtime.interfaces import Commit, Consumption, Disposition, Release, ReleaseKind, ScenarioState
 
 
-def create_scenario(connection: sqlite3.Connection, base: Release) -> ScenarioState:
+def create_scenario(connection: Connection, base: Release) -> ScenarioState:
     """Create the scenario with its BASE release; an existing one is returned unchanged."""
     if base.kind is not ReleaseKind.BASE or base.number != 0 or base.parent_id is not None:
         raise ValueError(f"a scenario begins with a base release of number 0 and no parent, got {base}")
@@ -29,7 +30,7 @@ def create_scenario(connection: sqlite3.Connection, base: Release) -> ScenarioSt
     return ScenarioState(scenario=base.scenario, created_at=base.created_at, head=base, step=0, algorithm_state={})
 
 
-def read_scenario(connection: sqlite3.Connection, scenario: str) -> ScenarioState | None:
+def read_scenario(connection: Connection, scenario: str) -> ScenarioState | None:
     row = connection.execute(
         "SELECT created_at, head, step, algorithm_state FROM scenarios WHERE scenario = ?", (scenario,)
     ).fetchone()
@@ -43,20 +44,28 @@ def read_scenario(connection: sqlite3.Connection, scenario: str) -> ScenarioStat
     )
 
 
-def read_scenarios(connection: sqlite3.Connection) -> list[ScenarioState]:
+def read_scenarios(connection: Connection) -> list[ScenarioState]:
     """In order of creation."""
-    names = connection.execute("SELECT scenario FROM scenarios ORDER BY created_at, scenario").fetchall()
-    return [state for (name,) in names if (state := read_scenario(connection, name)) is not None]
+    rows = connection.execute(
+        "SELECT s.scenario, s.created_at, s.step, s.algorithm_state, r.body FROM scenarios s "
+        "JOIN releases r ON r.scenario = s.scenario AND r.release_id = s.head ORDER BY s.created_at, s.scenario"
+    ).fetchall()
+    return [
+        ScenarioState(
+            scenario=name, created_at=created_at, head=_release(body), step=step, algorithm_state=json.loads(state)
+        )
+        for name, created_at, step, state, body in rows
+    ]
 
 
-def read_release(connection: sqlite3.Connection, scenario: str, release_id: str) -> Release | None:
+def read_release(connection: Connection, scenario: str, release_id: str) -> Release | None:
     row = connection.execute(
         "SELECT body FROM releases WHERE scenario = ? AND release_id = ?", (scenario, release_id)
     ).fetchone()
     return None if row is None else _release(row[0])
 
 
-def read_releases(connection: sqlite3.Connection, scenario: str, limit: int) -> list[Release]:
+def read_releases(connection: Connection, scenario: str, limit: int) -> list[Release]:
     """Newest first."""
     rows = connection.execute(
         "SELECT body FROM releases WHERE scenario = ? ORDER BY number DESC LIMIT ?", (scenario, max(limit, 0))
@@ -64,11 +73,12 @@ def read_releases(connection: sqlite3.Connection, scenario: str, limit: int) -> 
     return [_release(body) for (body,) in rows.fetchall()]
 
 
-def apply_commit(connection: sqlite3.Connection, commit: Commit) -> Commit:
+def apply_commit(connection: Connection, commit: Commit, lease: str, clock: str) -> Commit:
     """Move the head, consume, and keep state and metrics. The same commit again returns the first one.
 
-    Raises NotFound (scenario, record), Conflict (head, id, job, consumed record), ValueError (a release that does not
-    continue the chain).
+    `lease` is what `take_lease` returned to the process that commits, or "".
+    Raises NotFound (scenario, record), Conflict (head, id, job, consumed record), LeaseLost, ValueError (a release
+    that does not continue the chain).
     """
     digest = _digest(commit)
     prior = connection.execute(
@@ -78,6 +88,7 @@ def apply_commit(connection: sqlite3.Connection, commit: Commit) -> Commit:
         if prior[2] != digest:
             raise Conflict(f"commit {commit.commit_id} exists with other content")
         return _read_commit(connection, prior[0], prior[1])
+    _check_lease(connection, lease, clock)
     state = read_scenario(connection, commit.scenario)
     if state is None:
         raise NotFound(f"no scenario {commit.scenario}")
@@ -100,22 +111,21 @@ def apply_commit(connection: sqlite3.Connection, commit: Commit) -> Commit:
         (stored.scenario, stored.step, stored.commit_id, stored.job_id, digest, _json(replace(stored, consumed=[]))),
     )
     with crossing(Point.CONSUMPTION):
-        for position, consumption in enumerate(stored.consumed):
-            _consume(connection, stored, position, consumption)
+        _consume(connection, stored)
     return stored
 
 
-def _move_head(connection: sqlite3.Connection, release: Release) -> None:
+def _move_head(connection: Connection, release: Release) -> None:
     _insert_release(connection, release)
     connection.execute("UPDATE scenarios SET head = ? WHERE scenario = ?", (release.release_id, release.scenario))
 
 
-def read_commit_by_job(connection: sqlite3.Connection, job_id: str) -> Commit | None:
+def read_commit_by_job(connection: Connection, job_id: str) -> Commit | None:
     row = connection.execute("SELECT scenario, step FROM commits WHERE job_id = ?", (job_id,)).fetchone()
     return None if row is None else _read_commit(connection, *row)
 
 
-def read_commits(connection: sqlite3.Connection, scenario: str, limit: int) -> list[Commit]:
+def read_commits(connection: Connection, scenario: str, limit: int) -> list[Commit]:
     """Newest first."""
     rows = connection.execute(
         "SELECT step FROM commits WHERE scenario = ? ORDER BY step DESC LIMIT ?", (scenario, max(limit, 0))
@@ -123,11 +133,51 @@ def read_commits(connection: sqlite3.Connection, scenario: str, limit: int) -> l
     return [_read_commit(connection, scenario, step) for (step,) in rows]
 
 
-def count(connection: sqlite3.Connection, scenario: str, name: str) -> None:
-    """Add one to a maintained count."""
+def count(connection: Connection, scenario: str, name: str, number: int = 1) -> None:
+    """Add to a maintained count."""
     connection.execute(
-        "INSERT INTO counts VALUES (?, ?, 1) ON CONFLICT (scenario, name) DO UPDATE SET n = n + 1", (scenario, name)
+        "INSERT INTO counts VALUES (?, ?, ?) ON CONFLICT (scenario, name) DO UPDATE SET n = counts.n + excluded.n",
+        (scenario, name, number),
     )
+
+
+def take_lease(connection: Connection, holder: str, seconds: float, clock: str, held: str) -> str | None:
+    """Take or renew the training lease for `seconds`; None while another holder's is alive.
+
+    The returned text names one tenure: whoever takes over begins another one, and commits of the old one are refused.
+    `held` is the caller's tenure so far, or "".
+    """
+    owner, epoch, left = connection.execute(f"SELECT holder, epoch, expires - {clock} FROM lease").fetchone()
+    if owner != holder and left > 0:
+        return None
+    if held != _tenure(owner, epoch):
+        epoch += 1
+    connection.execute(f"UPDATE lease SET holder = ?, epoch = ?, expires = {clock} + ?", (holder, epoch, seconds))
+    return _tenure(holder, epoch)
+
+
+def end_lease(connection: Connection, held: str) -> None:
+    """Give the lease back, if it is still that tenure."""
+    owner, epoch = connection.execute("SELECT holder, epoch FROM lease").fetchone()
+    if held == _tenure(owner, epoch):
+        connection.execute("UPDATE lease SET expires = 0")
+
+
+def read_lease(connection: Connection, clock: str) -> str | None:
+    """The holder of a lease that is alive, or None."""
+    row = connection.execute(f"SELECT holder FROM lease WHERE expires > {clock}").fetchone()
+    return None if row is None else str(row[0])
+
+
+def _tenure(holder: str, epoch: int) -> str:
+    return f"{epoch}@{holder}"
+
+
+def _check_lease(connection: Connection, held: str, clock: str) -> None:
+    """Whose tenure has ended must not commit; nor may anybody while another one holds the lease."""
+    owner, epoch, left = connection.execute(f"SELECT holder, epoch, expires - {clock} FROM lease").fetchone()
+    if held != _tenure(owner, epoch) and (held or left > 0):
+        raise LeaseLost(f"{owner} holds the training lease of this deployment: only it commits")
 
 
 def _check_head(commit: Commit, head: Release) -> None:
@@ -146,13 +196,13 @@ def _check_head(commit: Commit, head: Release) -> None:
         )
 
 
-def _refuse_second_commit_of_job(connection: sqlite3.Connection, commit: Commit) -> None:
+def _refuse_second_commit_of_job(connection: Connection, commit: Commit) -> None:
     other = None if commit.job_id is None else read_commit_by_job(connection, commit.job_id)
     if other is not None:
         raise Conflict(f"job {commit.job_id} is committed already, by {other.commit_id}")
 
 
-def _insert_release(connection: sqlite3.Connection, release: Release) -> None:
+def _insert_release(connection: Connection, release: Release) -> None:
     if read_release(connection, release.scenario, release.release_id) is not None:
         raise Conflict(f"release {release.release_id} exists already")
     connection.execute(
@@ -161,23 +211,35 @@ def _insert_release(connection: sqlite3.Connection, release: Release) -> None:
     )
 
 
-def _consume(connection: sqlite3.Connection, commit: Commit, position: int, consumption: Consumption) -> None:
-    row = connection.execute(
-        "SELECT seq FROM records WHERE record_id = ? AND scenario = ?", (consumption.record_id, commit.scenario)
-    ).fetchone()
-    if row is None:
-        raise NotFound(f"{commit.scenario} holds no record {consumption.record_id}")
-    inserted = connection.execute(
-        "INSERT INTO consumption VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (seq) DO NOTHING",
-        (row[0], commit.scenario, commit.step, position, consumption.disposition, consumption.reason),
-    )
-    if inserted.rowcount == 0:
-        raise Conflict(f"record {consumption.record_id} is consumed already")
-    connection.execute("DELETE FROM pending WHERE scenario = ? AND seq = ?", (commit.scenario, row[0]))
-    count(connection, commit.scenario, f"consumed.{consumption.disposition}")
+def _consume(connection: Connection, commit: Commit) -> None:
+    """Writers run one after another, so what was looked up stays true until the end of the transaction."""
+    ids = [consumption.record_id for consumption in commit.consumed]
+    statement = "SELECT record_id, seq FROM records WHERE scenario = ? AND record_id IN ({})"
+    found = select_in(connection, statement, [commit.scenario], ids)
+    sequences: dict[str, int] = dict(found)
+    spent = select_in(connection, "SELECT seq FROM consumption WHERE seq IN ({})", [], list(sequences.values()))
+    taken = {sequence for (sequence,) in spent}
+    rows = []
+    for position, consumption in enumerate(commit.consumed):
+        sequence = sequences.get(consumption.record_id)
+        if sequence is None:
+            raise NotFound(f"{commit.scenario} holds no record {consumption.record_id}")
+        if sequence in taken:
+            raise Conflict(f"record {consumption.record_id} is consumed already")
+        taken.add(sequence)
+        rows.append(
+            (sequence, commit.scenario, commit.step, position, str(consumption.disposition), consumption.reason)
+        )
+    insert(connection, "INSERT INTO consumption (seq, scenario, step, position, disposition, reason)", rows)
+    for some in chunks(list(sequences.values())):
+        connection.execute(
+            f"DELETE FROM pending WHERE scenario = ? AND seq IN ({marks(some)})", [commit.scenario, *some]
+        )
+    for disposition, number in Counter(str(consumption.disposition) for consumption in commit.consumed).items():
+        count(connection, commit.scenario, f"consumed.{disposition}", number)
 
 
-def _read_commit(connection: sqlite3.Connection, scenario: str, step: int) -> Commit:
+def _read_commit(connection: Connection, scenario: str, step: int) -> Commit:
     (body,) = connection.execute(
         "SELECT body FROM commits WHERE scenario = ? AND step = ?", (scenario, step)
     ).fetchone()

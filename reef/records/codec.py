@@ -4,6 +4,9 @@ A payload is one version byte and a raw deflate stream with a preset dictionary 
 inference record is a msgpack array in which token ids and log-probabilities are byte planes: all lowest bytes first,
 then the next ones; planes that hold only zeros are left out. Reports and instructions are JSON.
 Log-probabilities are rounded to float32; everything else comes back exactly.
+
+What retention emptied has another version byte, then the hash of the rest, which is deflated alike: the SHA-256
+of each field that was emptied, behind their number, and JSON that names those fields and holds the others.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from reef.runtime.interfaces import (
 )
 
 VERSION = 1
+PURGED = 2  # the version byte of what retention emptied
+_HASH = 16  # bytes of a digest
 
 # Part of version 1: changing a byte makes stored payloads unreadable. The likeliest text stands last.
 _DICTIONARY = (
@@ -86,7 +91,14 @@ class _PackedExchange(msgspec.Struct, array_like=True):
     generations: list[_PackedGeneration]
 
 
-_exchange_decoder = msgspec.msgpack.Decoder(_PackedExchange)
+class _LinkedExchange(_PackedExchange, array_like=True):
+    """One that goes on from another. Without links the array is as long as it was before there were any."""
+
+    parent_id: str | None = None
+    fork_of: str | None = None
+
+
+_exchange_decoder = msgspec.msgpack.Decoder(_LinkedExchange)
 
 
 def encode(record: Record) -> Encoded:
@@ -109,17 +121,58 @@ def decode(
     payload: bytes,
 ) -> Record:
     """Raises DamagedRecord when the payload is not what was stored, or was written by a newer Reef."""
+    purged = payload[:1] == bytes([PURGED])
     try:
         content = _inflate(payload)
     except (zlib.error, ValueError) as error:
         raise DamagedRecord(f"record {record_id} is damaged: {error}", sequence) from error
-    if _digest(kind, scenario, record_id, content) != digest:
+    if _digest(kind, scenario, record_id, content) != (payload[1 : 1 + _HASH] if purged else digest):
         raise DamagedRecord(f"record {record_id} is damaged: its bytes are not those that were stored", sequence)
-    if kind is RecordKind.INFERENCE:
+    if kind is RecordKind.INFERENCE and not purged:
         return _unpack_exchange(content, record_id, scenario, created_at, sequence)
-    fields = json.loads(content.decode("utf-8", "surrogatepass"))
+    fields = _unpack_emptied(content) if purged else _read_json(content)
     fields |= {"record_id": record_id, "scenario": scenario, "created_at": created_at, "sequence": sequence}
+    if kind is RecordKind.INFERENCE:
+        return InferenceRecord(**fields, request=b"", response=b"", generations=[])
     return ReportRecord(**fields) if kind is RecordKind.REPORT else InstructionRecord(**fields)
+
+
+def _read_json(content: bytes) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(content.decode("utf-8", "surrogatepass"))
+    return fields
+
+
+def _unpack_emptied(content: bytes) -> dict[str, Any]:
+    hashes = content[1 : 1 + 32 * content[0]]
+    fields = _read_json(content[1 + len(hashes) :])
+    fields["purged"] = {name: hashes[32 * n : 32 * n + 32].hex() for n, name in enumerate(fields["purged"])}
+    return fields
+
+
+def emptied(record: Record) -> bytes | None:
+    """The payload of `record` without its bodies, with their hashes instead; None if there is nothing to empty.
+
+    An answer keeps route, status, release and tags; a report keeps references, score and error.
+    """
+    if isinstance(record, InstructionRecord) or record.purged:
+        return None
+    if isinstance(record, InferenceRecord):
+        generations = msgspec.msgpack.encode([_pack_generation(generation) for generation in record.generations])
+        bodies = {"request": record.request, "response": record.response, "generations": generations}
+        kept: dict[str, Any] = {
+            "route": record.route, "status": record.status, "release_id": record.release_id, "tags": record.tags
+        }  # fmt: skip
+    else:
+        said = {"feedback": record.feedback, "metadata": record.metadata}
+        bodies = {name: _json_bytes(value) for name, value in said.items() if value}
+        kept = {"references": record.references, "score": record.score, "error": record.error}
+    if not bodies:
+        return None
+    kept["purged"] = list(bodies)
+    hashes = [hashlib.sha256(body).digest() for body in bodies.values()]
+    content = bytes([len(hashes)]) + b"".join(hashes) + _json_bytes(kept)
+    digest = _digest(_KIND_OF[type(record)], record.scenario, record.record_id, content)
+    return bytes([PURGED]) + digest + _deflate(content)[1:]
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -186,23 +239,29 @@ def _canonical(record: Record) -> Record:
 
 def _json_content(record: ReportRecord | InstructionRecord) -> bytes:
     fields = asdict(record)
-    for column in ("record_id", "scenario", "created_at", "sequence"):
-        del fields[column]
-    text = json.dumps(fields, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    for column in ("record_id", "scenario", "created_at", "sequence", "purged"):
+        fields.pop(column, None)
+    return _json_bytes(fields)
+
+
+def _json_bytes(value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", "surrogatepass")  # clients may send lone surrogates, as "\ud800"
 
 
 def _pack_exchange(record: InferenceRecord) -> bytes:
-    exchange = _PackedExchange(
-        route=record.route,
-        request=record.request,
-        response=record.response,
-        status=record.status,
-        release_id=record.release_id,
-        tags=dict(sorted(record.tags.items())),
-        generations=[_pack_generation(generation) for generation in record.generations],
+    fields = (
+        record.route,
+        record.request,
+        record.response,
+        record.status,
+        record.release_id,
+        dict(sorted(record.tags.items())),
+        [_pack_generation(generation) for generation in record.generations],
     )
-    return msgspec.msgpack.encode(exchange)
+    if record.parent_id is None and record.fork_of is None:
+        return msgspec.msgpack.encode(_PackedExchange(*fields))
+    return msgspec.msgpack.encode(_LinkedExchange(*fields, record.parent_id, record.fork_of))
 
 
 def _pack_generation(generation: Generation) -> _PackedGeneration:
@@ -235,6 +294,8 @@ def _unpack_exchange(
         release_id=exchange.release_id,
         generations=[_unpack_generation(packed) for packed in exchange.generations],
         tags=exchange.tags,
+        parent_id=exchange.parent_id,
+        fork_of=exchange.fork_of,
         sequence=sequence,
     )
 
@@ -255,7 +316,7 @@ def _unpack_generation(packed: _PackedGeneration) -> Generation:
 
 def _digest(kind: RecordKind, scenario: str, record_id: str, content: bytes) -> bytes:
     identity = json.dumps([kind, scenario, record_id]).encode()
-    return hashlib.blake2b(identity + b"\0" + content, digest_size=16).digest()
+    return hashlib.blake2b(identity + b"\0" + content, digest_size=_HASH).digest()
 
 
 def _deflate(content: bytes) -> bytes:
@@ -264,12 +325,14 @@ def _deflate(content: bytes) -> bytes:
 
 
 def _inflate(payload: bytes) -> bytes:
+    """The first byte of `payload` says its version."""
     if not payload:
         raise ValueError("the payload is empty")
-    if payload[0] != VERSION:
-        raise ValueError(f"payload version {payload[0]}, this Reef reads {VERSION}: upgrade Reef")
+    if payload[0] not in (VERSION, PURGED):
+        raise ValueError(f"payload version {payload[0]}, this Reef reads {VERSION} and {PURGED}: upgrade Reef")
+    deflated = payload[1 + _HASH :] if payload[0] == PURGED else payload[1:]
     decompressor = zlib.decompressobj(-15, zdict=_DICTIONARY)
-    content = decompressor.decompress(payload[1:]) + decompressor.flush()
+    content = decompressor.decompress(deflated) + decompressor.flush()
     if not decompressor.eof:
         raise ValueError("the payload is cut short")
     return content

@@ -7,13 +7,21 @@ import sqlite3
 from pathlib import Path
 
 from reef.errors import StorageError
+from reef.records.sql import Connection
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x52454546  # "REEF" in the file's header: never write into someone else's database
 
+
+class SqliteConnection(sqlite3.Connection, Connection):
+    """SQLite's own connection, under this room's contract."""
+
+
 # Records, releases, commits and consumption are append-only. `pending` and `counts` are derived from them, kept up in
-# the same transactions, so that starting and asking never scan.
-_TABLES = """
+# the same transactions, so that starting and asking never scan. Each step makes the next version of the one before;
+# a new file goes through all of them. (PostgreSQL has its own, in migrations/; a base install has no tool for that.)
+_STEPS = (
+    """
 CREATE TABLE records (
     seq INTEGER PRIMARY KEY,
     record_id TEXT NOT NULL UNIQUE,
@@ -65,7 +73,15 @@ CREATE TABLE sequences (name TEXT PRIMARY KEY, n INTEGER NOT NULL);
 INSERT INTO sequences VALUES ('load', 0);
 CREATE TABLE probe (filler BLOB NOT NULL);
 INSERT INTO probe VALUES (x'');
-"""
+""",
+    """
+ALTER TABLE consumption ADD COLUMN purged INTEGER NOT NULL DEFAULT 0;
+CREATE INDEX consumption_unpurged ON consumption (seq) WHERE purged = 0;
+INSERT INTO counts SELECT scenario, 'bytes', sum(length(payload)) FROM records GROUP BY scenario;
+CREATE TABLE lease (holder TEXT NOT NULL, epoch INTEGER NOT NULL, expires REAL NOT NULL);
+INSERT INTO lease VALUES ('', 0, 0);
+""",
+)
 
 
 def create_or_verify(path: Path, busy_timeout: float) -> None:
@@ -103,9 +119,23 @@ def verify_readable(path: Path, busy_timeout: float) -> None:
         raise explain(error, path) from error
 
 
-def connect_writer(path: Path, busy_timeout: float) -> sqlite3.Connection:
+def read_version(path: Path) -> int:
+    """The schema's version, looked at read-only. Raises StorageError."""
+    try:
+        connection = connect_reader(path, 1.0)
+        try:
+            return int(connection.execute("PRAGMA user_version").fetchone()[0])
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        raise explain(error, path) from error
+
+
+def connect_writer(path: Path, busy_timeout: float) -> SqliteConnection:
     """A connection whose commits are durable: WAL, one fsync each (https://www.sqlite.org/pragma.html)."""
-    connection = sqlite3.connect(path, timeout=busy_timeout, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(
+        path, timeout=busy_timeout, isolation_level=None, check_same_thread=False, factory=SqliteConnection
+    )
     try:
         (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
         if mode != "wal":
@@ -118,7 +148,7 @@ def connect_writer(path: Path, busy_timeout: float) -> sqlite3.Connection:
     return connection
 
 
-def connect_reader(path: Path, busy_timeout: float) -> sqlite3.Connection:
+def connect_reader(path: Path, busy_timeout: float) -> SqliteConnection:
     """A connection that cannot write. SQLite may leave an empty -wal and an -shm beside the file."""
     # Where those cannot be made (an archive) and no WAL waits to be read, the file may only be read as it is.
     archived = not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists()
@@ -128,10 +158,11 @@ def connect_reader(path: Path, busy_timeout: float) -> sqlite3.Connection:
         timeout=busy_timeout,
         isolation_level=None,
         check_same_thread=False,
+        factory=SqliteConnection,
     )
 
 
-def explain(error: sqlite3.Error, path: Path) -> StorageError:
+def explain(error: Exception, path: Path) -> StorageError:
     """The StorageError for `error`, saying what a person can do."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code, without its extension
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
@@ -149,23 +180,26 @@ def explain(error: sqlite3.Error, path: Path) -> StorageError:
 def _verify(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("BEGIN IMMEDIATE")  # of two processes that create it, one waits and finds it created
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    version = _verify_header(connection, path) if tables else 0
     if tables == 0:
-        for statement in _TABLES.split(";\n"):
-            connection.execute(statement)
         connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+    if version < SCHEMA_VERSION:
+        for step in _STEPS[version:]:
+            for statement in step.split(";\n"):
+                connection.execute(statement)
         connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-    else:
-        _verify_header(connection, path)
     connection.execute("COMMIT")
 
 
-def _verify_header(connection: sqlite3.Connection, path: Path) -> None:
+def _verify_header(connection: sqlite3.Connection, path: Path) -> int:
+    """Return the schema's version. Raises StorageError for a foreign or newer one."""
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if application != APPLICATION_ID:
         raise StorageError(f"{path} is a database of another program: choose another storage.path")
-    if version != SCHEMA_VERSION:
+    if version > SCHEMA_VERSION:
         raise StorageError(f"{path} has schema {version}, this Reef knows {SCHEMA_VERSION}: use the Reef that wrote it")
+    return int(version)
 
 
 def _sync_directory(directory: Path) -> None:

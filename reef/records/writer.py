@@ -5,7 +5,8 @@
                                                  BEGIN; a savepoint for each; COMMIT (fsync)
     futures resolve ◄──── one call per group ──── outcomes
 
-While one group is being made durable, the next one gathers.
+While one group is being made durable, the next one gathers. Every operation may be repeated, so a group whose
+transaction lost against another one, or its connection, is tried again before anybody hears of it.
 """
 
 from __future__ import annotations
@@ -13,32 +14,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-import sqlite3
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from reef.errors import StorageError
 from reef.points import Point, crossing
+from reef.records.sql import Connection, Database
 
 T = TypeVar("T")
-Operation = Callable[[sqlite3.Connection], Any]
+Operation = Callable[[Connection], Any]
 Waiting = tuple[Operation, Point | None, asyncio.Future[Any]]
 Outcome = tuple[asyncio.Future[Any], Any, Exception | None]
 
-# These mean that the caller's values or conditions are wrong; every other error of SQLite condemns the transaction.
-_OF_ONE_OPERATION = (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceError)
+RETRY_SECONDS = 0.1  # between attempts
 
 
 class GroupWriter:
     """One thread with the only writing connection. Start, submit and close it on one event loop."""
 
-    def __init__(
-        self, connect: Callable[[], sqlite3.Connection], explain: Callable[[sqlite3.Error], StorageError]
-    ) -> None:
-        self._connect = connect
-        self._explain = explain
-        self._connection: sqlite3.Connection | None = None
+    def __init__(self, database: Database, patience: float = 0.0) -> None:
+        """`patience`: seconds for which a group is tried again while the database is away."""
+        self._database = database
+        self._patience = patience
+        self._reached = True  # the newest group was stored or refused, not lost: the next one is worth waiting for
+        self._connection: Connection | None = None
         self._queue: queue.SimpleQueue[list[Waiting] | None] = queue.SimpleQueue()
         self._gathering: list[Waiting] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -48,10 +49,11 @@ class GroupWriter:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def submit(self, operation: Callable[[sqlite3.Connection], T], point: Point | None = None) -> asyncio.Future[T]:
+    def submit(self, operation: Callable[[Connection], T], point: Point | None = None) -> asyncio.Future[T]:
         """Run `operation` in the next group. The future resolves when its transaction is durable.
 
         What `operation` raises undoes and fails it alone; a failed transaction fails the group with StorageError.
+        It may run more than once, and must come to the same.
         """
         if self._loop is None:
             raise StorageError("the database is not open")
@@ -100,43 +102,66 @@ class GroupWriter:
             self._connection.close()
 
     def _commit(self, group: list[Waiting]) -> list[Outcome]:
-        try:
-            if self._connection is None:
-                self._connection = self._connect()
-            self._connection.execute("BEGIN IMMEDIATE")
-            outcomes = [self._apply(self._connection, operation, future) for operation, _, future in group]
-            self._connection.execute("COMMIT")
-        except (sqlite3.Error, StorageError) as error:
-            self._roll_back()
-            return [(future, None, self._failure(error)) for _, _, future in group]
+        deadline = time.monotonic() + (self._patience if self._reached else 0.0)
+        while True:
+            try:
+                outcomes = self._attempt(group)
+                self._reached = True
+                return outcomes
+            except Exception as error:
+                mine = isinstance(error, self._database.errors)
+                if not mine and not isinstance(error, StorageError):
+                    raise
+                self._roll_back()
+                again = mine and self._database.worth_repeating(error)
+                if not again or time.monotonic() >= deadline:
+                    self._reached = not again
+                    return [(future, None, self._failure(error)) for _, _, future in group]
+            time.sleep(RETRY_SECONDS)
+
+    def _attempt(self, group: list[Waiting]) -> list[Outcome]:
+        if self._connection is None:
+            self._connection = self._database.connect()
+        self._database.begin(self._connection)
+        outcomes = self._apply(self._connection, group)
+        self._connection.execute("COMMIT")
         return outcomes
 
-    def _apply(self, connection: sqlite3.Connection, operation: Operation, future: asyncio.Future[Any]) -> Outcome:
+    def _apply(self, connection: Connection, group: Sequence[Waiting]) -> list[Outcome]:
+        """Run the group inside its transaction. Raises what condemns the transaction."""
+        return [self._apply_one(connection, operation, future) for operation, _, future in group]
+
+    def _apply_one(self, connection: Connection, operation: Operation, future: asyncio.Future[Any]) -> Outcome:
         connection.execute("SAVEPOINT one")
         try:
             result = operation(connection)
         except Exception as error:  # whatever it is, it belongs to whoever waits for this operation
-            if isinstance(error, sqlite3.Error) and not isinstance(error, _OF_ONE_OPERATION):
+            if isinstance(error, self._database.errors) and not self._database.of_one_operation(error):
                 raise
-            connection.execute("ROLLBACK TO one")
-            connection.execute("RELEASE one")
+            connection.execute("ROLLBACK TO SAVEPOINT one")
+            connection.execute("RELEASE SAVEPOINT one")
             return future, None, self._failure(error)
-        connection.execute("RELEASE one")
+        connection.execute("RELEASE SAVEPOINT one")
         return future, result, None
 
     def _failure(self, error: Exception) -> Exception:
-        return self._explain(error) if isinstance(error, sqlite3.Error) else error
+        return self._database.explain(error) if isinstance(error, self._database.errors) else error
 
     def _roll_back(self) -> None:
         """Forget the failed group; if even that fails, begin the next one with a fresh connection."""
         if self._connection is None:
             return
         try:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-        except sqlite3.Error:
+            if not self._database.lost(self._connection):
+                self._database.roll_back(self._connection)
+        except self._database.errors:
+            pass
+        else:
+            if not self._database.lost(self._connection):
+                return
+        with contextlib.suppress(*self._database.errors):
             self._connection.close()
-            self._connection = None
+        self._connection = None
 
 
 def _settle(outcomes: list[Outcome]) -> None:

@@ -204,7 +204,10 @@ class InferenceRecord:
     release_id: str | None  # head of the chain when the request was admitted
     generations: list[Generation]
     tags: dict[str, str] = field(default_factory=dict)
+    parent_id: str | None = None  # receipt of the answer of ours that the conversation goes on from
+    fork_of: str | None = None  # receipt of the answer in whose place the conversation has another one
     sequence: int = 0  # total order in the store; assigned by it
+    purged: dict[str, str] = field(default_factory=dict)  # fields that retention emptied -> sha256 of what they held
 
 
 @dataclass(slots=True, kw_only=True)
@@ -220,6 +223,7 @@ class ReportRecord:
     error: str | None = None  # the grader failed: counted, never a score
     metadata: dict[str, Any] = field(default_factory=dict)
     sequence: int = 0
+    purged: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -325,6 +329,24 @@ class ScenarioState:
     algorithm_state: dict[str, Any]
 
 
+@dataclass(slots=True, frozen=True)
+class Retention:
+    """Which records keep their bodies. Times are Unix seconds; None: no such limit."""
+
+    consumed_before: float | None = None  # consumed ones from before this time are emptied
+    max_bytes: int | None = None  # beyond it the oldest consumed ones are emptied, whatever their time
+    unreported_before: float | None = None  # answers from before it that no report waits for are written off, too
+
+
+@dataclass(slots=True, frozen=True)
+class PurgeResult:
+    """What one call did. `more`: calling again would do more."""
+
+    records: int
+    bytes: int  # that the records take less than before, as stored
+    more: bool
+
+
 class Storage(ABC):
     """Records, chain, commits and consumption of one deployment in one database. All methods are safe to retry."""
 
@@ -405,6 +427,29 @@ class Storage(ABC):
     @abstractmethod
     async def check(self) -> None:
         """Prove that a write can be made durable now; raises StorageError with the reason."""
+
+    @abstractmethod
+    async def take_lease(self, holder: str, seconds: float) -> bool:
+        """Take or renew the deployment's training lease, which only its holder may commit under; False: another has it.
+
+        It ends `seconds` later by the store's clock. `holder` is the same in each run of one process and no other's.
+        A storage that never took it may commit while nobody holds it.
+        """
+
+    @abstractmethod
+    async def end_lease(self) -> None:
+        """Give the lease back, if this storage still holds it."""
+
+    @abstractmethod
+    async def lease_holder(self) -> str | None:
+        """Who holds the training lease now, if anybody does."""
+
+    @abstractmethod
+    async def purge(self, retention: Retention, limit: int) -> PurgeResult:
+        """Empty the oldest records that `retention` no longer keeps, at most `limit`. Never one that may still train.
+
+        What is emptied keeps its id, its kind, its times, its fate and the hashes of what it held (`purged`).
+        """
 
 
 class ContentStore(ABC):

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from reef.artifact import chain
-from reef.errors import Conflict, NotFound
+from reef.errors import Conflict, NotFound, Unavailable
 from reef.runtime.interfaces import (
     Batch,
     Candidate,
@@ -61,6 +61,18 @@ class Scenario:
     async def close(self) -> None:
         await self._scheduler.close()
 
+    def follow(self, state: ScenarioState) -> None:
+        """Another process committed `state`, and the engines serve its head. Call with the turn held."""
+        self._steps.head, self._steps.step = state.head, state.step
+        self._steps.numbers[state.head.release_id] = state.head.number
+
+    async def take_over(self, state: ScenarioState) -> None:
+        """Begin to learn from what the store holds, whatever was known before; another process did until now."""
+        releases = await self._services.storage.releases(self.name, limit=10_000)
+        self._steps.numbers = {release.release_id: release.number for release in releases}
+        self._processor = self.recipe.processor(state.algorithm_state)
+        self._cursor, self._forced, self._recovered = 0, False, None
+
     async def write_off_recovered(self, candidate: Candidate, reason: str) -> None:
         """A candidate was rejected just before the service died: consume its records now. Call before `start`."""
         await self._steps.write_off_recovered(candidate, reason)
@@ -86,6 +98,7 @@ class Scenario:
         """Train on what waits now, without waiting for a full batch."""
         if self._processor is None:
             raise Conflict(f"recipe {self.recipe.name!r} never trains")
+        self._require_turn_here()
         await self._ingest()
         waiting = self._processor.counts()
         self._forced = bool(waiting.get("pending"))
@@ -130,8 +143,14 @@ class Scenario:
         """
         return await asyncio.shield(asyncio.create_task(self._rollback(release_id)))
 
+    def _require_turn_here(self) -> None:
+        """Raises Unavailable where another process trains."""
+        if reason := self._services.elsewhere():
+            raise Unavailable(reason)
+
     async def _rollback(self, release_id: str | None) -> Release:
         async with self._services.turn:
+            self._require_turn_here()
             releases = await self._services.storage.releases(self.name, limit=10_000)
             by_number = {str(release.number): release.release_id for release in releases}
             wanted = by_number.get(release_id, release_id) if release_id is not None else None
@@ -144,6 +163,7 @@ class Scenario:
 
     async def _promote(self, source: str) -> Release:
         async with self._services.turn:
+            self._require_turn_here()
             release = await self._services.storage.release(self.name, source)
             return await self._steps.by_hand(release or await self._rejected(source), ReleaseKind.PROMOTED)
 
@@ -169,6 +189,8 @@ class Scenario:
     # ------------------------------------------------------------------ learning
 
     async def _due(self) -> bool:
+        if self._services.elsewhere():
+            return False
         if self._recovered is not None:
             return True
         if self._processor is None:
@@ -200,6 +222,8 @@ class Scenario:
 
     async def _learn(self) -> None:
         """One step, with the turn held: a batch, a candidate, a judgement, and a release or a rejection."""
+        if self._services.elsewhere():  # since the turn was asked for
+            return
         recovered, self._recovered = self._recovered, None
         flight = Steps.recovered(recovered) if recovered is not None else await self._begin()
         if flight is None:

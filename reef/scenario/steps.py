@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from reef.artifact import chain
-from reef.errors import Conflict, ReefError, TrainingError, Unavailable, VerificationError, WorkerDied
+from reef.errors import Conflict, LeaseLost, ReefError, TrainingError, Unavailable, VerificationError, WorkerDied
 from reef.runtime.interfaces import (
     INCARNATION,
     Batch,
@@ -68,6 +68,7 @@ class Services:
     base_content_id: str
     probe_ids: list[int]
     released: Callable[[], Awaitable[None]]  # called after every release, while the turn is still held
+    elsewhere: Callable[[], str | None] = lambda: None  # why another process must train, release, roll back
     pause_mode: PauseMode = PauseMode.IN_PLACE  # what a publication does to requests in flight; releases say it
 
 
@@ -202,6 +203,9 @@ class Steps:
             if not flight.begun:
                 raise  # another job is in flight: nothing of this one exists yet
             self._stumble(flight, f"not available: {error}")
+        except LeaseLost as error:  # whoever trains now decides about these records
+            flight.give_back, flight.decision = True, Decision(False, str(error))
+            return await self._attempt(flight)
         except (TrainingError, VerificationError, Conflict) as error:
             flight.begun = True
             if flight.decision is not None and not flight.decision.selected:

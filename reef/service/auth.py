@@ -25,7 +25,7 @@ class Authentication:
             offered = _offered(scope["headers"])
             if offered is None or not self._known(offered):
                 message = "no token: send Authorization: Bearer TOKEN" if offered is None else "unknown token"
-                await failure_response(Unauthorized(message))(scope, receive, send)
+                await failure_response(Unauthorized(message), scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

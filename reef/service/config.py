@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from reef.inference.local.config import LocalConfig
 from reef.recipe.config import EvaluationConfig, RecipeConfig
-from reef.records.config import StorageConfig
+from reef.records.config import PostgresConfig, SqliteConfig
 from reef.runtime.config import ExecutionConfig
 from reef.train.torch_backend.config import TorchConfig
 
@@ -68,7 +68,7 @@ class ReefConfig(msgspec.Struct, kw_only=True, frozen=True):
     inference: LocalConfig
     training: NoTraining | TorchConfig
     recipe: RecipeConfig
-    storage: StorageConfig
+    storage: SqliteConfig | PostgresConfig
     execution: ExecutionConfig
     evaluation: EvaluationConfig
     observability: ObservabilityConfig

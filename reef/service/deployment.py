@@ -19,14 +19,24 @@ from reef.errors import ConfigError, NotFound, StorageError
 from reef.inference.chat.service import ChatService
 from reef.recipe.lookup import build_evaluator, build_recipe
 from reef.records.lock import DirectoryLock
-from reef.records.sqlite import SqliteStorage
-from reef.runtime.interfaces import EngineReport, InferenceHandler, MarkerState, PauseMode, PrefixUse, Storage
+from reef.records.opening import artifacts_directory, open_storage
+from reef.records.retention import keep_purging
+from reef.runtime.interfaces import (
+    EngineReport,
+    InferenceHandler,
+    MarkerState,
+    PauseMode,
+    PrefixUse,
+    ScenarioState,
+    Storage,
+)
 from reef.runtime.publication import weight_kind
 from reef.runtime.recovery import MarkerFile
 from reef.scenario.candidates import RuntimeCandidateBackend
 from reef.scenario.scenario import Scenario
 from reef.scenario.steps import Services
 from reef.service.config import NoTraining, ReefConfig
+from reef.service.membership import FOLLOWING, Membership, serve_release
 from reef.service.plan import lay_foundation
 from reef.service.runtime import build_runtimes
 
@@ -62,12 +72,19 @@ class Deployment:
             await self._build()
             await self.storage.open()
             opened.push_async_callback(self.storage.close)
+            opened.push_async_callback(self._membership.close)
+            await self._membership.begin()
             await self._check_chain()
             opened.push_async_callback(self._training.close)
             opened.push_async_callback(self._inference.close)
             await self._training.start()
             opened.push_async_callback(self._close_scenarios)
             await self._recover()
+            self._membership.watch()
+            purging = asyncio.create_task(
+                keep_purging(self.storage, self.config.storage, time.time, lambda: self._membership.trains)
+            )
+            opened.callback(purging.cancel)
             dtype = next((report.dtype for report in await self._inference.reports()), "")
             write_serving(self.data, Serving(str(Path(self.config.inference.model_path).resolve()), dtype))
             self._opened = opened.pop_all()
@@ -76,10 +93,9 @@ class Deployment:
         config, data = self.config, self.data
         foundation = await asyncio.to_thread(lay_foundation, config)
         self._base, self._contents = foundation.base_content_id, foundation.contents
-        self.storage: Storage = SqliteStorage(
-            Path(config.storage.path or data / "reef.db"),
-            busy_timeout=config.storage.busy_timeout,
-            read_threads=config.storage.read_threads,
+        self.storage: Storage = open_storage(config.storage, data)
+        self._membership = Membership(
+            self.storage, data, config.storage.lease_seconds, follow=self._follow, take_over=self._take_over
         )
         self._training, self._inference = build_runtimes(config, foundation)
         self.handler: InferenceHandler = self._inference.handler
@@ -95,6 +111,7 @@ class Deployment:
             base_content_id=self._base,
             probe_ids=foundation.probe_ids,
             released=self._collect_garbage,
+            elsewhere=self._membership.elsewhere,
             pause_mode=PauseMode(config.inference.pause_mode),
         )
 
@@ -114,10 +131,16 @@ class Deployment:
                     f"inference.model-path: scenario {state.scenario!r} in {self.data} was begun on another base "
                     "model; serve that one, or choose another reef.data-dir"
                 )
-            training = self.config.training
-            if isinstance(training, NoTraining) or state.head.content_id == self._base:
+            training, content = self.config.training, state.head.content_id
+            if content != self._base and not self._contents.exists(content):
+                raise ConfigError(
+                    f"storage.artifacts: the head of scenario {state.scenario!r} is content {content}, which is not in "
+                    f"{artifacts_directory(self.config.storage, self.data)}: name the directory of the process that "
+                    "made it, which every process on this database must share"
+                )
+            if isinstance(training, NoTraining) or content == self._base:
                 continue
-            kind = weight_kind(self._contents.path(state.head.content_id))
+            kind = weight_kind(self._contents.path(content))
             if kind != training.mode:
                 raise ConfigError(
                     f"training.mode is {training.mode}, but the head of scenario {state.scenario!r} is {kind}: "
@@ -126,10 +149,14 @@ class Deployment:
 
     async def _recover(self) -> None:
         recovered = await self._training.recover(self.storage)
+        if recovered and (not self._membership.trains or recovered.job_id.startswith(FOLLOWING)):
+            await self._training.reject(recovered.job_id, "another process trains, or has committed it")
+            recovered = None
         for state in await self.storage.scenarios():
             self._scenarios[state.scenario] = Scenario(state, self._services)
         marker = await self._training.marker()
-        rejected = marker is not None and marker.state is MarkerState.REJECTED and marker.candidate
+        own = marker is not None and self._membership.trains and not marker.job_id.startswith(FOLLOWING)
+        rejected = own and marker is not None and marker.state is MarkerState.REJECTED and marker.candidate
         if marker and rejected and await self.storage.commit_by_job(marker.job_id) is None:
             scenario = self._scenarios.get(marker.scenario)
             if scenario is not None:
@@ -141,6 +168,8 @@ class Deployment:
 
     async def _collect_garbage(self) -> None:
         """Keep every release's content, the newest optimizer states, and what rollback or promotion may still name."""
+        if not self._membership.trains:  # the candidate of whoever does is not known here
+            return
         keep: set[str] = set()
         marker = await self._training.marker()
         if marker is not None and marker.candidate is not None:
@@ -176,17 +205,41 @@ class Deployment:
         """Return the scenario; with `create`, make it on first use. Raises NotFound."""
         if found := self._scenarios.get(name):
             return found
-        if not create:
-            raise NotFound(f"there is no scenario {name!r}")
         async with self._creating:
             if found := self._scenarios.get(name):
                 return found
-            state = await self.storage.create_scenario(chain.base_release(name, self._base, time.time()))
-            await self._training.remember(state.head)
-            scenario = Scenario(state, self._services)
-            await scenario.start()
-            self._scenarios[name] = scenario
-            return scenario
+            state = await self.storage.scenario(name)  # another process may have made it
+            if state is None and not create:
+                raise NotFound(f"there is no scenario {name!r}")
+            if state is None:
+                state = await self.storage.create_scenario(chain.base_release(name, self._base, time.time()))
+            return await self._meet(state)
+
+    async def _meet(self, state: ScenarioState) -> Scenario:
+        base = state.head
+        if base.number:
+            base = (await self.storage.releases(state.scenario, limit=10_000_000))[-1]
+        await self._training.remember(base)
+        if state.head.number:
+            async with self._services.turn:
+                await serve_release(self._training, state.head)
+        scenario = Scenario(state, self._services)
+        await scenario.start()
+        self._scenarios[state.scenario] = scenario
+        return scenario
+
+    async def _follow(self, state: ScenarioState) -> None:
+        """Another process committed this: serve it, too."""
+        scenario = await self.scenario(state.scenario, create=False)
+        async with self._services.turn:
+            if scenario.head.release_id != state.head.release_id:
+                await serve_release(self._training, state.head)
+            scenario.follow(state)
+
+    async def _take_over(self, state: ScenarioState) -> None:
+        """From now on this process trains: what it knew of the scenario's reports is not what the store says."""
+        await self._follow(state)
+        await self._scenarios[state.scenario].take_over(state)
 
     async def health(self) -> list[str]:
         """Why it cannot serve or store now; empty when it can."""
@@ -198,7 +251,7 @@ class Deployment:
             except StorageError as error:
                 reason = str(error)
             self._checked = (time.monotonic(), reason)
-        return [text for text in (self._inference.health(), reason) if text]
+        return [text for text in (self._inference.health(), reason, self._membership.trouble) if text]
 
     def admit(self) -> None:
         """Raises Unavailable, with the reason, while the engines cannot serve."""
@@ -215,6 +268,7 @@ class Deployment:
             "health": await self.health(),
             "training_health": self._training.health(),
             "engines": engines,
+            "trains": self._membership.elsewhere() or "this process",
             "residency": self._inference.residency,
             "last_pause_seconds": sum(phases.values()) if phases else None,
             "last_pause_phases": phases,

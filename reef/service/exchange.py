@@ -17,18 +17,23 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from contextlib import suppress
+from typing import TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from reef.errors import Conflict, EngineError, InvalidRequest, ReefError, Unavailable
-from reef.inference.chat.service import ChatRequest, ChatStream, Delta
+from reef.inference.chat.choice import Delta
+from reef.inference.chat.service import ChatStream
 from reef.runtime.interfaces import Ending, InferenceRecord
 from reef.service.failures import failure_response
 from reef.service.gateway import Gateway
 from reef.service.request import RECEIPT_HEADER, RequestHead, new_record_id
-from reef.service.wire.base import ChatCall, Writer
+from reef.service.wire.base import Api, ChatCall
+
+Result = TypeVar("Result")
 
 CLIENT_CLOSED_REQUEST = 499
 JSON = "application/json"
@@ -38,18 +43,16 @@ EVENT_STREAM = "text/event-stream; charset=utf-8"
 class Exchange:
     """An ASGI response that generates, records and sends the answer to one call."""
 
-    def __init__(
-        self, gateway: Gateway, head: RequestHead, call: ChatCall, writer: type[Writer], route: str, body: bytes
-    ) -> None:
+    def __init__(self, gateway: Gateway, head: RequestHead, call: ChatCall, api: Api, body: bytes) -> None:
         self._gateway = gateway
         self._head = head
         self._call = call
-        self._route = route
+        self._route = api.route
         self._body = body
         self._record_id = head.record_id or new_record_id()
         self._created_at = time.time()
         model = gateway.deployment.models()[0]
-        self._writer = writer(call, self._record_id, int(self._created_at), model)
+        self._writer = api.writer(call, self._record_id, int(self._created_at), model)
         self._release_id: str | None = None
         self._sent: list[bytes] = []
 
@@ -72,6 +75,8 @@ class Exchange:
         record = found.get(self._record_id)
         if record is None:
             return None
+        if isinstance(record, InferenceRecord) and record.purged:
+            raise Conflict(f"the answer with record id {self._record_id!r} was emptied by retention; ask with a new id")
         if not isinstance(record, InferenceRecord) or (record.route, record.request) != (self._route, self._body):
             raise Conflict(f"record id {self._record_id!r} is taken by another request")
         if not all(generation.ending.complete for generation in record.generations):
@@ -85,11 +90,11 @@ class Exchange:
         self._gateway.admit()
         scenario = await self._gateway.existing(self._head.scenario)
         head = scenario.head if scenario is not None else None
-        stream = await self._start()
+        stream = await self._in_terms_of_this_api(self._start())
         async with self._gateway.generating(stream):
             watcher = asyncio.create_task(_abort_when_client_leaves(receive, stream))
             try:
-                first = await anext(stream, None)
+                first = await self._in_terms_of_this_api(anext(stream, None))
                 if first is not None and first.ending is Ending.ENGINE_CUT and not stream.began:
                     raise Unavailable(first.error or "the engine failed")
                 if head is None:  # created only now: a request that is refused creates nothing
@@ -103,23 +108,17 @@ class Exchange:
             finally:
                 watcher.cancel()
 
-    async def _start(self) -> ChatStream:
-        call = self._call
-        request = ChatRequest(
-            request_id=new_record_id(),
-            messages=call.messages,
-            sampling=call.sampling,
-            max_tokens=call.max_tokens,
-            n=call.n,
-            lane=self._head.scenario,
-            logprobs=call.logprobs,
-        )
+    async def _in_terms_of_this_api(self, asking: Awaitable[Result]) -> Result:
+        """What is refused names the field as this API calls it."""
         try:
-            return await self._gateway.deployment.chat.start(request)
+            return await asking
         except InvalidRequest as error:
-            if error.field == "max_tokens":
-                error.field = call.max_tokens_field
+            error.field = self._call.field_of(error)
             raise
+
+    async def _start(self) -> ChatStream:
+        request = self._call.request(new_record_id(), self._record_id, self._head.scenario)
+        return await self._gateway.deployment.chat.start(request)
 
     async def _whole(self, stream: ChatStream, first: Delta | None) -> Response:
         deltas: list[list[Delta]] = [[] for _ in stream.choices]
@@ -134,7 +133,7 @@ class Exchange:
         else:
             # The client saw nothing of this answer, so its own id stays free for another try.
             self._record_id = new_record_id()
-            response = _cut_response(stream.ending, error)
+            response = _cut_response(stream.ending, error, self._route)
         stream.abort(Ending.ENGINE_CUT)
         response.headers[RECEIPT_HEADER] = self._record_id
         await self._record(stream, bytes(response.body), response.status_code)
@@ -149,7 +148,7 @@ class Exchange:
             await self._record(stream, b"".join(self._sent), 200)
 
     async def _send_deltas(self, stream: ChatStream, first: Delta, send: Send) -> None:
-        await self._send_part(self._writer.opening(), send)
+        await self._send_part(self._writer.opening(stream.choices), send)
         unfinished = len(stream.choices)
         delta: Delta | None = first
         failure = "the server is shutting down"
@@ -159,7 +158,7 @@ class Exchange:
                 unfinished -= 1
                 if unfinished == 0:
                     break
-                await self._send_part(self._writer.ended(delta), send)
+                await self._send_part(self._writer.ended(delta, stream.choices[delta.index]), send)
             delta = await anext(stream, None)
         if delta is not None and unfinished:
             failure = delta.error or "the engine failed"
@@ -200,9 +199,11 @@ class Exchange:
                 release_id=self._release_id,
                 generations=stream.generations,
                 tags=self._head.tags,
+                parent_id=stream.prompt.parent_id,
+                fork_of=stream.prompt.fork_of,
             )
         )
-        self._gateway.deployment.chat.remember(stream)
+        self._gateway.deployment.chat.remember(stream, self._record_id)
 
     def _stream_headers(self) -> list[tuple[bytes, bytes]]:
         return [
@@ -219,7 +220,7 @@ async def _abort_when_client_leaves(receive: Receive, stream: ChatStream) -> Non
     stream.abort(Ending.CLIENT_LEFT)
 
 
-def _cut_response(ending: Ending, reason: str) -> Response:
+def _cut_response(ending: Ending, reason: str, path: str) -> Response:
     if ending is Ending.CLIENT_LEFT:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return failure_response(Unavailable(reason))
+    return failure_response(Unavailable(reason), path)

@@ -1,4 +1,4 @@
-"""Errors as HTTP responses, in the shape of the API that was called. So far every route speaks OpenAI's."""
+"""Errors as HTTP responses, in the shape of the API that was called: Anthropic's under /v1/messages, else OpenAI's."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from reef.errors import NotFound, ReefError, RequestTooLarge, Unauthorized, Unavailable, http_status
-from reef.service.wire import openai
+from reef.service.wire import messages, openai
 
 log = logging.getLogger("reef.service")
 
 
-def failure_response(error: ReefError, status: int | None = None, headers: dict[str, str] | None = None) -> Response:
-    """Return the response for `error`; 503 carries Retry-After."""
+def failure_response(
+    error: ReefError, path: str, status: int | None = None, headers: dict[str, str] | None = None
+) -> Response:
+    """Return the response for `error` on a route; 503 carries Retry-After."""
     status = status or http_status(error)
     sent = dict(headers or {})
     if status == 503:
@@ -26,14 +28,15 @@ def failure_response(error: ReefError, status: int | None = None, headers: dict[
         sent["www-authenticate"] = "Bearer"
     if isinstance(error, RequestTooLarge):
         sent["connection"] = "close"  # the rest of the body is not read
-    return Response(openai.error_body(error, status), status, sent, "application/json")
+    written = messages if path.startswith("/v1/messages") else openai
+    return Response(written.error_body(error, status), status, sent, "application/json")
 
 
 async def on_reef_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ReefError)
     if http_status(error) >= 500:
         log.warning("%s %s: %s: %s", request.method, request.url.path, type(error).__name__, error)
-    return failure_response(error)
+    return failure_response(error, request.url.path)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -41,7 +44,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = "method not allowed for" if error.status_code == 405 else "no such route:"
     message = NotFound(f"{what} {request.method} {request.url.path}")
-    return failure_response(message, error.status_code, dict(error.headers or {}))
+    return failure_response(message, request.url.path, error.status_code, dict(error.headers or {}))
 
 
 async def on_client_disconnect(request: Request, error: Exception) -> Response:
@@ -51,4 +54,4 @@ async def on_client_disconnect(request: Request, error: Exception) -> Response:
 
 async def on_unexpected(request: Request, error: Exception) -> Response:
     """A bug of ours. The server logs the traceback; the client gets no details."""
-    return failure_response(ReefError("internal error"), 500)
+    return failure_response(ReefError("internal error"), request.url.path, 500)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cached_property
 from typing import Any
 
 from starlette.requests import Request
@@ -16,6 +17,7 @@ from reef.runtime.interfaces import Ending
 from reef.scenario.scenario import Scenario
 from reef.service.config import ServiceConfig
 from reef.service.deployment import Deployment
+from reef.service.recall import Recall
 
 CUT_SECONDS = 2.0
 """How long a cut exchange may take to be recorded; one that waits for a client that does not read is cancelled then."""
@@ -36,6 +38,11 @@ class Gateway:
     def of(request: Request) -> Gateway:
         gateway: Gateway = request.app.state.gateway
         return gateway
+
+    @cached_property
+    def recall(self) -> Recall:
+        """What the store knows of earlier answers."""
+        return Recall(self.deployment.storage, self.deployment.chat, self.started_at)
 
     @property
     def in_flight(self) -> int:

@@ -11,6 +11,7 @@ from reef.artifact.base import base_content_id
 from reef.artifact.content import DirectoryContentStore
 from reef.inference.chat.tokenizer import ChatTokenizer
 from reef.inference.local.backend import LocalBackend
+from reef.records.opening import artifacts_directory
 from reef.runtime.coordinator import DeploymentPlan
 from reef.runtime.interfaces import MemoryRegion, PauseMode, TrainingBackend
 from reef.runtime.publication import probe_ids
@@ -35,12 +36,13 @@ class Foundation:
 def lay_foundation(config: ReefConfig) -> Foundation:
     """Read the model's tokenizer and hash its weights, once per model. Blocks. Raises ConfigError."""
     data, model = Path(config.reef.data_dir), Path(config.inference.model_path)
-    tokenizer = ChatTokenizer.load(model)
+    inference = config.inference
+    tokenizer = ChatTokenizer.load(model, inference.tool_format, inference.reasoning_format)
     return Foundation(
         data=data,
         tokenizer=tokenizer,
         base_content_id=base_content_id(model, data / "base-model.json"),
-        contents=DirectoryContentStore(data / "artifacts"),
+        contents=DirectoryContentStore(artifacts_directory(config.storage, data)),
         probe_ids=probe_ids(tokenizer.vocab_size),
     )
 

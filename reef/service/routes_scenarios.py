@@ -195,6 +195,8 @@ def _record(record: Record, fate: Disposition | None, full: bool) -> dict[str, A
             "status": record.status,
             "release_id": record.release_id,
             "tags": record.tags,
+            "parent_id": record.parent_id,
+            "fork_of": record.fork_of,
             "request": record.request.decode(errors="replace"),
             "response": record.response.decode(errors="replace"),
             "generations": [_generation(generation, full) for generation in record.generations],
@@ -216,6 +218,7 @@ def _record(record: Record, fate: Disposition | None, full: bool) -> dict[str, A
         "created_at": record.created_at,
         "consumed": fate,
         **shown,
+        **({"purged": record.purged} if not isinstance(record, InstructionRecord) and record.purged else {}),
     }
 
 

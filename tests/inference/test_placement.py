@@ -15,6 +15,7 @@ from reef.inference.local.model import Batch, Model, ModelSpec  # noqa: E402
 from reef.inference.local.native import make_ops  # noqa: E402
 from reef.inference.local.ops import Ops  # noqa: E402
 from reef.inference.local.sampler import Row, _adjust, _choose  # noqa: E402
+from reef.inference.local.slices import whole  # noqa: E402
 from reef.inference.local.weights import build_weights, read_config, read_state  # noqa: E402
 from reef.runtime.interfaces import SamplingParams  # noqa: E402
 
@@ -31,11 +32,11 @@ TOKENS = 13
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_stays_on_the_device(tiny_model, monkeypatch, dtype):
-    spec, state = ModelSpec.from_config(read_config(tiny_model)), read_state(tiny_model)
+    spec, state = ModelSpec.from_config(read_config(tiny_model)), whole(read_state(tiny_model))
     monkeypatch.setattr(torch.Tensor, "isfinite", lambda self: SimpleNamespace(all=lambda: True))  # needs values
     ops = make_ops("auto", ELSEWHERE, spec.head_dim)
     assert type(ops) is Ops, "Reef's own kernels are for the CPU"
-    weights = build_weights(state, spec, dtype, ELSEWHERE, ops)
+    weights = whole(build_weights(state, spec, dtype, ELSEWHERE, ops))
     model = Model(spec, dtype, ELSEWHERE, 128, ops)
     kv = KVTensors(
         num_layers=spec.num_layers,
@@ -69,7 +70,7 @@ def adapter(spec: ModelSpec, dtype: torch.dtype) -> Adapter:
     sizes = spec.fused_sizes.items()
     return Adapter(
         {name: zeros(spec.num_layers, 6, inputs) for name, (_, inputs) in sizes},
-        {name: zeros(spec.num_layers, outputs, 6) for name, (outputs, _) in sizes},
+        {name: zeros(spec.num_layers, 6, outputs) for name, (outputs, _) in sizes},
     )
 
 

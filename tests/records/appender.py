@@ -1,4 +1,4 @@
-"""A process that writes until it is killed: `python -m tests.records.appender DATABASE PREFIX`.
+"""A process that writes until it is killed: `python -m tests.records.appender URL PREFIX`.
 
 Each line it prints names what was acknowledged: "append ID", or "commit ID". Everything goes to scenario `s`.
 """
@@ -9,9 +9,9 @@ import asyncio
 import os
 import random
 import sys
-from pathlib import Path
 
-from reef.records.sqlite import SqliteStorage
+from reef.records.opening import storage_at
+from reef.runtime.interfaces import Storage
 from tests.records.values import base, exchange, report, training
 
 CONCURRENCY = 16
@@ -21,7 +21,7 @@ def say(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
-async def append_forever(storage: SqliteStorage, prefix: str, rng: random.Random) -> None:
+async def append_forever(storage: Storage, prefix: str, rng: random.Random) -> None:
     number = 0
     while True:
         name = f"{prefix}-{number}"
@@ -32,7 +32,7 @@ async def append_forever(storage: SqliteStorage, prefix: str, rng: random.Random
         say(f"append report-{name}")
 
 
-async def commit_forever(storage: SqliteStorage, prefix: str) -> None:
+async def commit_forever(storage: Storage, prefix: str) -> None:
     state = await storage.create_scenario(base())
     head, number = state.head, 0
     while True:
@@ -44,8 +44,8 @@ async def commit_forever(storage: SqliteStorage, prefix: str) -> None:
         head, number = commit.release, number + 1
 
 
-async def main(path: Path, prefix: str) -> None:
-    storage = SqliteStorage(path)
+async def main(url: str, prefix: str) -> None:
+    storage = storage_at(url)
     await storage.open()
     rng = random.Random(prefix)
     appends = (append_forever(storage, f"{prefix}-{worker}", rng) for worker in range(CONCURRENCY))
@@ -53,4 +53,4 @@ async def main(path: Path, prefix: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))
+    asyncio.run(main(sys.argv[1], sys.argv[2]))

@@ -25,11 +25,16 @@ async def _bounded(awaitable):
     return await asyncio.wait_for(awaitable, 60)
 
 
-@pytest.fixture(params=["sqlite"])
+@pytest.fixture(params=["sqlite", "postgres"])
 def make_storage(request: pytest.FixtureRequest, tmp_path: Path) -> Factory:
     """A factory of storages that all are the same database; not opened yet."""
-    assert request.param == "sqlite"
-    return lambda: SqliteStorage(tmp_path / "reef.db")
+    if request.param == "sqlite":
+        return lambda: SqliteStorage(tmp_path / "reef.db")
+    server = request.getfixturevalue("postgres")
+    from reef.records.postgres import PostgresStorage
+
+    server.empty("contract")
+    return lambda: PostgresStorage(server.url, schema="contract")
 
 
 @pytest.fixture

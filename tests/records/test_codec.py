@@ -55,6 +55,8 @@ records = st.one_of(
         release_id=st.none() | text,
         generations=st.lists(generations, max_size=3),
         tags=st.dictionaries(text, text, max_size=3),
+        parent_id=st.none() | text,
+        fork_of=st.none() | text,
     ),
     st.builds(
         ReportRecord,
@@ -189,5 +191,5 @@ def test_a_cut_payload_is_refused(length):
 
 def test_a_newer_payload_is_refused_by_version():
     encoded = codec.encode(exchange("a"))
-    with pytest.raises(StorageError, match="payload version 2, this Reef reads 1"):
-        decoded(replace(encoded, payload=b"\x02" + zlib.compress(b"")))
+    with pytest.raises(StorageError, match="payload version 3, this Reef reads 1 and 2"):
+        decoded(replace(encoded, payload=b"\x03" + zlib.compress(b"")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import signal
 import sqlite3
@@ -11,27 +12,33 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from reef.records.sqlite import SqliteStorage
+import pytest
 
-ROUNDS = 6
+from reef.records.opening import storage_at
+
+ROUNDS = {"sqlite": 6, "postgres": 4}
 
 
-def test_sigkill_loses_nothing_acknowledged(tmp_path: Path, run):
-    path = tmp_path / "reef.db"
+@pytest.mark.parametrize("backend", ["sqlite", "postgres"])
+def test_sigkill_loses_nothing_acknowledged(tmp_path: Path, backend: str, schema: str, request, run):
+    if backend == "sqlite":
+        url = f"sqlite:{tmp_path / 'reef.db'}"
+    else:
+        url = f"{request.getfixturevalue('postgres').url}&schema={schema}"
     rng = random.Random(time.time())
     appended: set[str] = set()
     committed: set[str] = set()
-    for attempt in range(ROUNDS):
-        acknowledged = _write_and_die(path, f"round{attempt}", 0.1 + 0.4 * rng.random())
+    for attempt in range(ROUNDS[backend]):
+        acknowledged = _write_and_die(url, f"round{attempt}", 0.1 + 0.4 * rng.random())
         appended |= {name for what, name in acknowledged if what == "append"}
         committed |= {name for what, name in acknowledged if what == "commit"}
-        run(_verify(path, appended, committed))
-    assert len(appended) > 100 and len(committed) > ROUNDS
+        run(_verify(url, appended, committed))
+    assert len(appended) > 10 * ROUNDS[backend] and len(committed) > ROUNDS[backend]
 
 
-def _write_and_die(path: Path, prefix: str, seconds: float) -> list[list[str]]:
+def _write_and_die(url: str, prefix: str, seconds: float) -> list[list[str]]:
     """Kill a writer `seconds` after its first acknowledgement; return what it acknowledged."""
-    command = [sys.executable, "-m", "tests.records.appender", str(path), prefix]
+    command = [sys.executable, "-m", "tests.records.appender", url, prefix]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as process:
         assert process.stdout is not None
         first = process.stdout.readline()
@@ -42,8 +49,8 @@ def _write_and_die(path: Path, prefix: str, seconds: float) -> list[list[str]]:
     return [line.split() for line in (first + rest).splitlines() if line]
 
 
-async def _verify(path: Path, appended: set[str], committed: set[str]) -> None:
-    storage = SqliteStorage(path)
+async def _verify(url: str, appended: set[str], committed: set[str]) -> None:
+    storage = storage_at(url)
     await storage.open()
     assert set(await storage.get("s", sorted(appended))) == appended  # decoding verifies the content, too
     commits = await storage.commits("s", limit=100_000)
@@ -60,9 +67,14 @@ async def _verify(path: Path, appended: set[str], committed: set[str]) -> None:
     assert counts["consumed.trained"] == len(consumed)
     pending = await storage.pending_reports("s", 0, 100_000)
     assert len(pending) + sum(name.startswith("report") for name in consumed) == counts["report"]
+    rows = await asyncio.to_thread(storage.database.read, _count)
+    assert (rows["inference"], rows["report"]) == (counts["inference"], counts["report"])
     await storage.close()
-    with sqlite3.connect(path) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-        stored = dict(connection.execute("SELECT kind, count(*) FROM records GROUP BY kind").fetchall())
-    connection.close()
-    assert (stored["inference"], stored["report"]) == (counts["inference"], counts["report"])
+    if url.startswith("sqlite:"):
+        with sqlite3.connect(url.removeprefix("sqlite:")) as connection:
+            assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        connection.close()
+
+
+def _count(connection):
+    return dict(connection.execute("SELECT kind, count(*) FROM records GROUP BY kind").fetchall())

@@ -14,7 +14,7 @@ import pytest
 from reef.errors import StorageError
 from reef.records import codec, schema
 from reef.records.sqlite import SqliteStorage
-from reef.runtime.interfaces import RecordKind, ReportRecord
+from reef.runtime.interfaces import RecordKind, ReportRecord, Retention
 from tests.records.values import base, discard, exchange, report, training, typical
 
 
@@ -45,7 +45,7 @@ def test_a_typical_exchange_takes_less_than_a_kilobyte_of_file(storage, path, ru
 
 
 def test_every_commit_is_synced(storage, run):
-    connection = schema.connect_writer(storage._path, 1.0)
+    connection = schema.connect_writer(storage.database.path, 1.0)
     (synchronous,) = connection.execute("PRAGMA synchronous").fetchone()
     (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
     connection.close()
@@ -73,8 +73,8 @@ def _transactions(path: Path) -> int:
 
 def test_a_newer_schema_is_refused(storage, path, run):
     run(storage.close())
-    _execute(path, "PRAGMA user_version=2")
-    with pytest.raises(StorageError, match=r"reef.db has schema 2, this Reef knows 1: use the Reef that wrote it"):
+    _execute(path, "PRAGMA user_version=3")
+    with pytest.raises(StorageError, match=r"reef.db has schema 3, this Reef knows 2: use the Reef that wrote it"):
         run(SqliteStorage(path).open())
 
 
@@ -96,12 +96,14 @@ def test_damaged_pages_are_reported(storage, path, run):
     for number in range(50):
         run(storage.append(exchange(f"e{number}", prompt="x" * number)))
     run(storage.close())
+    damaged = SqliteStorage(path, read_threads=2)
+    run(damaged.open())
     size = path.stat().st_size
     with path.open("r+b") as file:
         file.seek(4096)
         file.write(b"\xff" * (size - 4096))
-    damaged = SqliteStorage(path)
-    run(damaged.open())
+    with pytest.raises(StorageError, match="malformed"):
+        run(SqliteStorage(path).open())
     with pytest.raises(StorageError, match="malformed"):
         run(damaged.page("s"))
     with pytest.raises(StorageError, match="malformed"):
@@ -228,7 +230,7 @@ def _fill(path: Path, exchanges: int, reports: int) -> None:
         row = codec.encode(report(f"r{number}"))
         connection.execute(statement, (number, f"r{number}", RecordKind.REPORT, row.digest, row.payload))
     connection.executemany(
-        "INSERT INTO consumption VALUES (?, 's', 1, ?, 'trained', '')", ((n, n) for n in numbers[:-3])
+        "INSERT INTO consumption VALUES (?, 's', 1, ?, 'trained', '', 0)", ((n, n) for n in numbers[:-3])
     )
     connection.executemany("INSERT INTO pending VALUES ('s', ?)", ((n,) for n in numbers[-3:]))
     connection.execute("INSERT INTO counts VALUES ('s', 'inference', ?)", (exchanges,))
@@ -281,3 +283,31 @@ def test_nothing_blocks_the_event_loop(storage, run):
 
     with blockbuster.blockbuster_ctx():
         run(use())
+
+
+def test_an_older_file_is_brought_up_to_date(path, run):
+    """As the first release of Reef made it, with records in it."""
+    connection = sqlite3.connect(path)
+    connection.executescript(schema._STEPS[0])
+    connection.execute(f"PRAGMA application_id={schema.APPLICATION_ID}")
+    connection.execute("PRAGMA user_version=1")
+    for number, name in enumerate(("a", "b"), 1):
+        row = codec.encode(exchange(name))
+        connection.execute(
+            "INSERT INTO records VALUES (?, ?, 's', 'inference', 1.0, ?, ?)", (number, name, row.digest, row.payload)
+        )
+    connection.execute("INSERT INTO consumption VALUES (1, 's', 1, 0, 'trained', '')")
+    connection.commit()
+    connection.close()
+    storage = SqliteStorage(path)
+    run(storage.open())
+    assert run(storage.take_lease("a", 10.0))
+    assert run(storage.purge(Retention(consumed_before=10.0), 10)).records == 1
+    assert [bool(record.purged) for record in run(storage.page("s"))] == [True, False]
+    run(storage.close())
+    counted, stored, version = _execute(
+        path,
+        "SELECT (SELECT sum(n) FROM counts WHERE name = 'bytes'), "
+        "(SELECT sum(length(payload)) FROM records), user_version FROM pragma_user_version",
+    )[0]
+    assert counted == stored and version == schema.SCHEMA_VERSION

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from reef.errors import Conflict, StorageError
-from reef.records.schema import connect_writer, explain
+from reef.records.schema import connect_writer
+from reef.records.sqlite import SqliteDatabase
 from reef.records.writer import GroupWriter
 
 
@@ -45,7 +46,7 @@ async def outcomes(writer: GroupWriter, *operations):
 
 @pytest.fixture
 def writer(path, run):
-    writer = GroupWriter(lambda: connect_writer(path, 1.0), lambda error: explain(error, path))
+    writer = GroupWriter(SqliteDatabase(path, 1.0))
 
     async def start():
         writer.start()
@@ -82,12 +83,13 @@ def test_an_error_of_the_database_condemns_the_group(writer, path, run):
 def test_a_connection_that_is_lost_is_replaced(path, run):
     connections = []
 
-    def connect():
-        connections.append(connect_writer(path, 1.0))
-        return connections[-1]
+    class FakeDatabase(SqliteDatabase):
+        def connect(self):
+            connections.append(super().connect())
+            return connections[-1]
 
     async def lose():
-        writer = GroupWriter(connect, lambda error: explain(error, path))
+        writer = GroupWriter(FakeDatabase(path, 1.0))
         writer.start()
         await writer.submit(insert(1))
         connections[0].close()
@@ -105,13 +107,14 @@ def test_a_connection_that_is_lost_is_replaced(path, run):
 def test_failing_to_connect_is_reported_and_tried_again(path, run):
     refusals = [sqlite3.OperationalError("unable to open database file"), StorageError("not now")]
 
-    def connect():
-        if refusals:
-            raise refusals.pop(0)
-        return connect_writer(path, 1.0)
+    class FakeDatabase(SqliteDatabase):
+        def connect(self):
+            if refusals:
+                raise refusals.pop(0)
+            return super().connect()
 
     async def persist():
-        writer = GroupWriter(connect, lambda error: explain(error, path))
+        writer = GroupWriter(FakeDatabase(path, 1.0))
         writer.start()
         results = [(await outcomes(writer, insert(number)))[0] for number in range(3)]
         await writer.close()
@@ -124,7 +127,7 @@ def test_failing_to_connect_is_reported_and_tried_again(path, run):
 
 
 def test_submit_needs_a_started_writer(path, run):
-    writer = GroupWriter(lambda: connect_writer(path, 1.0), lambda error: explain(error, path))
+    writer = GroupWriter(SqliteDatabase(path, 1.0))
     with pytest.raises(StorageError, match="not open"):
         writer.submit(insert(1))
     run(writer.close())

@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ import pytest
 import uvloop
 from blockbuster import blockbuster_ctx
 
+from reef.config import resolve
 from reef.inference.chat.tokenizer import ChatTokenizer
-from reef.service.app import GatewayServer
+from reef.service.app import GatewayServer, build
 from reef.service.config import ServiceConfig
 from tests.inference.chat.conftest import tokenizer  # noqa: F401
 from tests.service.fakes import FakeDeployment
@@ -89,6 +90,18 @@ def running(deployment: Any, **settings: Any) -> Iterator[Running]:
             yield found
     finally:
         found.stop()
+
+
+def serving(data: Path, model: Path, **flags: str) -> AbstractContextManager[Running]:
+    """Serve `model` with the local engine in this process."""
+    given = {
+        "inference.model-path": str(model),
+        "inference.threads": "1",
+        "execution.executor": "uni",
+        "reef.data-dir": str(data),
+        **flags,
+    }
+    return running(build(resolve(file=None, environ={}, flags=given).config))
 
 
 @pytest.fixture

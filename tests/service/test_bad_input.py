@@ -14,6 +14,16 @@ from tests.service.conftest import body
 MESSAGES = b'"model":"m","messages":[{"role":"user","content":"x"}]'
 
 
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+def nested(depth: int) -> dict:
+    schema: dict = {}
+    for _ in range(depth):
+        schema = {"properties": {"a": schema}}
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
 def user(*parts: dict) -> dict:
     return {"role": "user", "content": list(parts)}
 
@@ -73,9 +83,20 @@ def refused(gateway, response: httpx.Response, field: str | None, status: int = 
         ({"top_k": "many"}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
+        ({"tools": [{**FUNCTION, "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [FUNCTION, FUNCTION]}, "tools"),
+        ({"tools": [nested(100)]}, "tools[0].function.parameters"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "always", "tools": [FUNCTION]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [FUNCTION]}, "tool_choice"),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "g"}}, "tools": [FUNCTION]}, "tool_choice"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object"}, "tools": [FUNCTION]}, "response_format"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "alloy"}}, "audio"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
@@ -120,7 +141,7 @@ def test_what_says_nothing_is_accepted(gateway, changes):
         (b"{" + MESSAGES + b',"user":"\\ud800"}', None),
         (b"{" + MESSAGES + b',"metadata":{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}}", None),
         (b"[" * 1_000_000, None),
-        (b"{" + MESSAGES + b',"tools":' + b'{"a":' * 50_000, None),
+        (b"{" + MESSAGES + b',"tools":' + b'{"a":' * 50_000, "tools"),
     ],
 )
 def test_bytes_that_are_not_the_json_we_want(gateway, content, field):

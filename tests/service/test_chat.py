@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 
 import openai
 import pytest
 
+from reef.records.sqlite import SqliteStorage
+from reef.runtime.interfaces import Retention
+from tests.records.values import discard
 from tests.service.conftest import body, events
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -78,7 +82,7 @@ def test_every_kind_of_message_reaches_the_template(gateway):
     ]  # fmt: skip
     assert gateway.chat(messages=messages).status_code == 200
     prompt = gateway.deployment.chat.tokenizer._tokenizer.decode(gateway.engine.seen[0].prompt_ids)
-    for part in ("system\nBe brief.", "user\nHello<", "tool\n42", "assistant\nSo 42.", "user\nAnd?"):
+    for part in ("system\nBe brief.", "user\nHello<", "user\n<tool_response>\n42\n", "assistant\nSo 42.", "user\nAnd?"):
         assert part in prompt
 
 
@@ -213,3 +217,23 @@ def test_the_same_request_twice_at_once_is_answered_once(gateway, run):
     answers = run(both())
     assert len({answer.content for answer in answers}) == 1
     assert len(gateway.engine.seen) == 1
+
+
+def test_what_retention_emptied_is_said_and_never_sent(gateway, run):
+    headers = {"x-reef-record-id": "mine-1"}
+    first = gateway.chat(headers=headers)
+
+    async def retain() -> None:  # as another process would
+        storage = SqliteStorage(gateway.deployment.storage.database.path)
+        await storage.open()
+        await storage.commit(discard("c", ["mine-1"], scenario="default"))
+        assert (await storage.purge(Retention(consumed_before=1e12), 10)).records == 1
+        await storage.close()
+
+    run(retain())
+    again = gateway.chat(headers=headers)
+    assert again.status_code == 409 and "emptied by retention" in again.text
+    [record] = gateway.records()
+    assert record["purged"]["request"] == hashlib.sha256(first.request.content).hexdigest()
+    assert record["purged"]["response"] == hashlib.sha256(first.content).hexdigest()
+    assert (record["request"], record["response"], record["generations"]) == ("", "", [])

@@ -11,15 +11,19 @@ from reef.inference.chat.tokenizer import ChatTokenizer
 class TextStream:
     """The visible text of one output. What `push` and `finish` return, joined, does not depend on the chunking.
 
-    Special tokens are not visible. A character waits for its last byte; text that may turn out to begin a stop
-    string waits until that is decided. `stopped_by` is the stop string that came first, once one is complete.
+    Special tokens are not visible, but for those in `markers`, which are shown by their names. A character waits for
+    its last byte; text that may turn out to begin a stop string waits until that is decided. `stopped_by` is the stop
+    string that came first, once one is complete.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: ChatTokenizer, stop: Sequence[str] = (), markers: frozenset[int] = frozenset()
+    ) -> None:
         self.stopped_by: str | None = None
         self.shown = 0  # characters returned so far
         self._tokenizer = tokenizer
         self._stop = stop
+        self._markers = markers
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self._at_start = tokenizer.strips_leading_space
@@ -31,7 +35,11 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """Take one token; return the text that can be shown now."""
-        if token_id in self._tokenizer.special_ids or self.stopped_by is not None:
+        if self.stopped_by is not None:
+            return ""
+        if token_id in self._markers:
+            return self._mark(token_id)
+        if token_id in self._tokenizer.special_ids:
             return ""
         piece = self._decoder.decode(self._tokenizer.token_bytes(token_id))
         if piece and self._at_start:
@@ -47,6 +55,16 @@ class TextStream:
         held, self._held = self._held, ""
         self.shown += len(held)
         return text + held
+
+    def _mark(self, token_id: int) -> str:
+        """No character and no stop string goes across a marker."""
+        text = self.finish()
+        self._decoder.reset()
+        if self.stopped_by is not None:
+            return text
+        name = self._tokenizer.token_bytes(token_id).decode()
+        self.shown += len(name)
+        return text + name
 
     def _show(self, piece: str) -> str:
         if not self._stop:

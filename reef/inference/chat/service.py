@@ -11,15 +11,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reef.errors import EngineError, InvalidRequest, ReefError
-from reef.inference.chat.detokenizer import TextStream, decode
+from reef.inference.chat.choice import Choice, ChoiceOptions, Delta, read_generation
+from reef.inference.chat.formats import PLAIN, Table
 from reef.inference.chat.history import SampledTurns
-from reef.inference.chat.messages import Message
+from reef.inference.chat.messages import Conversation, Message
+from reef.inference.chat.parser import OutputParser
+from reef.inference.chat.pieces import Answer
+from reef.inference.chat.prompt import Prompt, PromptBuilder
 from reef.inference.chat.tokenizer import ChatTokenizer
 from reef.runtime.interfaces import (
     BASE_LANE,
@@ -28,8 +31,6 @@ from reef.runtime.interfaces import (
     Generation,
     InferenceHandler,
     SamplingParams,
-    Span,
-    TokenChunk,
 )
 
 log = logging.getLogger("reef.chat")
@@ -37,121 +38,21 @@ log = logging.getLogger("reef.chat")
 
 @dataclass(slots=True, kw_only=True)
 class ChatRequest:
-    """One conversation to continue `n` times. `max_tokens` None: as many as the context leaves."""
+    """One conversation to continue `n` times, or (without one) each of `prompts`, texts or token ids as they are.
+
+    `max_tokens` None: as many as the context leaves. Tool calls of choice i have ids that begin with `call_ids` and i.
+    """
 
     request_id: str
-    messages: Sequence[Message]
+    conversation: Conversation | None = None
+    prompts: Sequence[str | Sequence[int]] = ()
     sampling: SamplingParams
     max_tokens: int | None = None
     n: int = 1
     lane: str = BASE_LANE
     runtime_load_id: str | None = None
     logprobs: bool = False  # report those of visible tokens in the deltas
-
-
-@dataclass(slots=True, frozen=True)
-class TokenLogprob:
-    """One visible output token, temperature 1; `top` is best first."""
-
-    token: bytes
-    logprob: float
-    top: list[tuple[bytes, float]]
-
-
-@dataclass(slots=True)
-class Delta:
-    """New visible text of one choice. The choice's last delta has `ending`; `error` comes with ENGINE_CUT."""
-
-    index: int
-    text: str
-    tokens: list[TokenLogprob] = field(default_factory=list)
-    ending: Ending | None = None
-    error: str | None = None
-
-
-class Choice:
-    """Accumulates one engine request into its exact Generation while it passes text on."""
-
-    def __init__(
-        self, index: int, tokenizer: ChatTokenizer, prompt_ids: list[int], sampling: SamplingParams, logprobs: bool
-    ) -> None:
-        self.index = index
-        self.ending: Ending | None = None
-        self.generation = Generation(
-            prompt_ids=prompt_ids,
-            output_ids=[],
-            logprobs=[],
-            sampled_logprobs=[],
-            spans=[],
-            ending=Ending.ENGINE_CUT,
-            temperature=sampling.temperature,
-        )
-        self._tokenizer = tokenizer
-        self._pieces: list[str] = []
-        self._text = TextStream(tokenizer, sampling.stop)
-        self._with_logprobs = logprobs
-        self._unshown: deque[tuple[int, TokenLogprob]] = deque()  # with the character at which each token begins
-
-    @property
-    def text(self) -> str:
-        """The visible text so far."""
-        return "".join(self._pieces)
-
-    def absorb(self, chunk: TokenChunk) -> Delta:
-        """Take a chunk. A stop string that it completes ends the choice, whatever the engine made of it."""
-        text = ""
-        taken = 0
-        for position, token_id in enumerate(chunk.token_ids):
-            if self._with_logprobs:
-                self._note(chunk, position, token_id)
-            text += self._text.push(token_id)
-            taken += 1
-            if self._text.stopped_by is not None:
-                break
-        self._extend(chunk, taken)
-        if self._text.stopped_by is not None:
-            self.end(Ending.STOP)
-        elif chunk.ending is not None:
-            self.end(chunk.ending)
-        if self.ending is not None:
-            text += self._text.finish()
-        self._pieces.append(text)
-        return Delta(self.index, text, self._shown_tokens(), self.ending, chunk.error)
-
-    def end(self, ending: Ending) -> None:
-        """Fix the ending; the first one counts."""
-        if self.ending is None:
-            self.ending = self.generation.ending = ending
-
-    def _extend(self, chunk: TokenChunk, taken: int) -> None:
-        generation = self.generation
-        start = len(generation.output_ids)
-        generation.output_ids += chunk.token_ids[:taken]
-        generation.logprobs += chunk.logprobs[:taken]
-        generation.sampled_logprobs += chunk.sampled_logprobs[:taken]
-        generation.cached_tokens = max(generation.cached_tokens, chunk.cached_tokens)
-        if taken == 0:
-            return
-        spans = generation.spans
-        if spans and spans[-1].runtime_load_id == chunk.runtime_load_id:
-            start = spans.pop().start
-        spans.append(Span(start, len(generation.output_ids), chunk.runtime_load_id))
-
-    def _note(self, chunk: TokenChunk, position: int, token_id: int) -> None:
-        if token_id in self._tokenizer.special_ids:
-            return
-        token_bytes = self._tokenizer.token_bytes
-        top = chunk.top_logprobs[position] if chunk.top_logprobs else []
-        entry = TokenLogprob(
-            token_bytes(token_id), chunk.logprobs[position], [(token_bytes(other), value) for other, value in top]
-        )
-        self._unshown.append((self._text.length, entry))
-
-    def _shown_tokens(self) -> list[TokenLogprob]:
-        shown = []
-        while self._unshown and self._unshown[0][0] < self._text.shown:
-            shown.append(self._unshown.popleft()[1])
-        return shown
+    call_ids: str = "call_"
 
 
 class ChatStream:
@@ -164,13 +65,11 @@ class ChatStream:
     def __init__(
         self,
         handler: InferenceHandler,
-        request: ChatRequest,
-        prompt_text: str,
+        prompt: Prompt,
         choices: list[Choice],
         engine_requests: list[GenerateRequest],
     ) -> None:
-        self.request = request
-        self.prompt_text = prompt_text
+        self.prompt = prompt
         self.choices = choices
         self._started = False
         self._queue: asyncio.Queue[Delta | ReefError | None] = asyncio.Queue()
@@ -247,38 +146,53 @@ class ChatStream:
             log.exception("reading request %s failed", request.request_id)
             error = f"{type(failure).__name__}: {failure}"
         choice.end(Ending.ENGINE_CUT)
-        self._queue.put_nowait(Delta(choice.index, "", [], Ending.ENGINE_CUT, error))
+        self._queue.put_nowait(Delta(choice.index, ending=Ending.ENGINE_CUT, error=error))
+
+
+@dataclass(slots=True, frozen=True)
+class _Reading:
+    """How outputs are read: the parser's table, and the special tokens that mean something in it."""
+
+    table: Table
+    markers: frozenset[int]
+
+
+_AS_TEXT = _Reading(PLAIN, frozenset())
 
 
 class ChatService:
-    """Conversations in, streams of text with exact generations out, on any token engine."""
+    """Conversations in, streams of what is said with exact generations out, on any token engine."""
 
     def __init__(self, tokenizer: ChatTokenizer, handler: InferenceHandler) -> None:
         self.tokenizer = tokenizer
         self._handler = handler
         self._sampled = SampledTurns()
+        self._prompts = PromptBuilder(tokenizer, self._sampled)
+        tables = [tokenizer.format.table(with_tools=with_tools) for with_tools in (False, True)]
+        self._readings = [_Reading(table, _special_ids(tokenizer, table)) for table in tables]
 
-    async def prompt_ids(self, messages: Sequence[Message], lane: str = BASE_LANE) -> list[int]:
+    async def prompt_ids(self, conversation: Conversation, lane: str = BASE_LANE) -> list[int]:
         """Token ids of the conversation up to the assistant's turn; turns sampled here keep their own ids."""
-        return await self._tokenize(lane, messages, self.tokenizer.render(messages))
-
-    def decode(self, generation: Generation, stop: Sequence[str] = ()) -> str:
-        """The visible text of a finished generation."""
-        return decode(self.tokenizer, generation.output_ids, stop)
+        return (await self._prompts.build(lane, conversation)).ids
 
     async def start(self, request: ChatRequest) -> ChatStream:
         """Begin to generate. Raises InvalidRequest for what cannot fit or is outside of the vocabulary."""
-        text = self.tokenizer.render(request.messages)
-        prompt_ids = await self._tokenize(request.lane, request.messages, text)
-        sampling = replace(request.sampling, max_tokens=self._budget(len(prompt_ids), request.max_tokens))
-        for token_id in sampling.logit_bias:
-            if not 0 <= token_id < self.tokenizer.vocab_size:
-                raise InvalidRequest(
-                    f"token ids must be in [0, {self.tokenizer.vocab_size}), got {token_id}", "logit_bias"
-                )
-        choices = [Choice(index, self.tokenizer, prompt_ids, sampling, request.logprobs) for index in range(request.n)]
-        engine_requests = [self._engine_request(request, prompt_ids, sampling, index) for index in range(request.n)]
-        return ChatStream(self._handler, request, text, choices, engine_requests)
+        for token_id in request.sampling.logit_bias:
+            self._check_id(token_id, "logit_bias")
+        if request.conversation is not None:
+            prompts = [await self._prompts.build(request.lane, request.conversation)]
+        else:
+            prompts = [await self._prompt_of(given) for given in request.prompts]
+        choices: list[Choice] = []
+        engine_requests: list[GenerateRequest] = []
+        for prompt in prompts:
+            sampling = self._sampling(request, prompt)
+            for _ in range(request.n):
+                choices.append(self._choice(request, prompt, len(choices)))
+                engine_requests.append(_engine_request(request, prompt, sampling, len(engine_requests)))
+        if len(choices) == 1:
+            engine_requests[0].request_id = request.request_id
+        return ChatStream(self._handler, prompts[0], choices, engine_requests)
 
     async def complete(
         self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams, *, runtime_load_id: str | None = None
@@ -286,7 +200,7 @@ class ChatService:
         """Ask once, unrecorded; return the visible text. Raises EngineError if the answer was cut short."""
         request = ChatRequest(
             request_id=f"ask_{uuid.uuid4().hex}",
-            messages=[Message(**message) for message in messages],
+            conversation=Conversation(messages=[Message(**message) for message in messages]),
             sampling=sampling,
             max_tokens=sampling.max_tokens,
             runtime_load_id=runtime_load_id,
@@ -300,27 +214,93 @@ class ChatService:
             await stream.close()
         return stream.choices[0].text
 
-    def remember(self, stream: ChatStream) -> None:
+    def remember(self, stream: ChatStream, receipt: str) -> None:
         """Keep the ids of complete answers for the turn after them."""
-        token_bytes = self.tokenizer.token_bytes
         for choice in stream.choices:
-            generation = choice.generation
-            if generation.ending.complete:
-                raw = b"".join(map(token_bytes, generation.output_ids)).decode(errors="replace")
-                ids = [*generation.prompt_ids, *generation.output_ids]
-                request = stream.request
-                self._sampled.remember(request.lane, request.messages, choice.text, stream.prompt_text + raw, ids)
+            self._remember(stream.prompt, stream.prompt.text, choice.answer, choice.generation, receipt)
 
-    async def _tokenize(self, lane: str, messages: Sequence[Message], text: str) -> list[int]:
-        known, length = self._sampled.longest_prefix(lane, messages, text)
-        return known + await self.tokenizer.encode(text[length:])
+    async def recall(self, request: ChatRequest, generations: Sequence[Generation], receipt: str) -> None:
+        """Remember answers of another time: what was asked, and what came of it."""
+        conversation = request.conversation
+        if conversation is None:
+            return
+        prompt = await self._prompts.build(request.lane, conversation)
+        for index, generation in enumerate(generations):
+            answer = Answer(f"{request.call_ids}_{index}_")
+            options = self._choice_options(conversation, prompt, request.sampling.stop, logprobs=False)
+            read_generation(self.tokenizer, generation, self._parser(conversation, prompt), answer, options)
+            self._remember(prompt, self._raw(generation.prompt_ids), answer, generation, receipt)
 
-    def _budget(self, prompt: int, max_tokens: int | None) -> int:
+    # ------------------------------------------------------------------ inside
+
+    def _remember(self, prompt: Prompt, text: str, answer: Answer, generation: Generation, receipt: str) -> None:
+        if prompt.messages and generation.ending.complete:
+            self._sampled.remember(
+                prompt.lane,
+                prompt.context,
+                prompt.messages,
+                answer.message(prompt.prefill),
+                text + self._raw(generation.output_ids),
+                [*generation.prompt_ids, *generation.output_ids],
+                num_prompt=len(generation.prompt_ids),
+                receipt=receipt,
+            )
+
+    def _raw(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return b"".join(map(self.tokenizer.token_bytes, token_ids)).decode(errors="replace")
+
+    async def _prompt_of(self, given: str | Sequence[int]) -> Prompt:
+        if isinstance(given, str):
+            return Prompt(await self.tokenizer.encode(given, with_special=True), given)
+        for token_id in given:
+            self._check_id(token_id, "prompt")
+        return Prompt(list(given), "")
+
+    def _check_id(self, token_id: int, field: str) -> None:
+        if not 0 <= token_id < self.tokenizer.vocab_size:
+            raise InvalidRequest(f"token ids must be in [0, {self.tokenizer.vocab_size}), got {token_id}", field)
+
+    def _choice(self, request: ChatRequest, prompt: Prompt, index: int) -> Choice:
+        conversation = request.conversation
+        sampling = request.sampling
+        options = self._choice_options(conversation, prompt, sampling.stop, logprobs=request.logprobs)
+        options = replace(options, temperature=sampling.temperature)
+        parser = self._parser(conversation, prompt)
+        return Choice(index, self.tokenizer, prompt.ids, parser, Answer(f"{request.call_ids}_{index}_"), options)
+
+    def _choice_options(
+        self, conversation: Conversation | None, prompt: Prompt, stop: list[str], *, logprobs: bool
+    ) -> ChoiceOptions:
+        return ChoiceOptions(
+            stop=stop,
+            markers=self._reading(conversation).markers,
+            lead=prompt.lead,
+            single_call=conversation is not None and not conversation.parallel_calls,
+            logprobs=logprobs,
+        )
+
+    def _reading(self, conversation: Conversation | None) -> _Reading:
+        if conversation is None:
+            return _AS_TEXT
+        return self._readings[bool(conversation.tools) and conversation.tool_choice != "none"]
+
+    def _parser(self, conversation: Conversation | None, prompt: Prompt) -> OutputParser:
+        tools = {tool.name: tool.parameters for tool in conversation.tools} if conversation is not None else {}
+        return OutputParser(self._reading(conversation).table, tools, reasoning=prompt.starts_reasoning)
+
+    def _sampling(self, request: ChatRequest, prompt: Prompt) -> SamplingParams:
+        budget = self._budget(len(prompt.ids), request.max_tokens, "messages" if prompt.messages else "prompt")
+        return replace(request.sampling, max_tokens=budget, grammar=prompt.grammar)
+
+    def _budget(self, prompt: int, max_tokens: int | None, field: str) -> int:
+        if prompt < 1:
+            raise InvalidRequest("must have at least 1 token", field)
         room = self._handler.max_context - prompt
         if room < 1:
             raise InvalidRequest(
                 f"the conversation has {prompt} tokens; the context of {self._handler.max_context} leaves no room",
-                "messages",
+                field,
             )
         if max_tokens is None:
             return room
@@ -332,15 +312,19 @@ class ChatService:
             )
         return max_tokens
 
-    def _engine_request(
-        self, request: ChatRequest, prompt_ids: list[int], sampling: SamplingParams, index: int
-    ) -> GenerateRequest:
-        if sampling.seed is not None:
-            sampling = replace(sampling, seed=(sampling.seed + index) % 2**63)
-        return GenerateRequest(
-            request_id=request.request_id if request.n == 1 else f"{request.request_id}-{index}",
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-            lane=request.lane,
-            runtime_load_id=request.runtime_load_id,
-        )
+
+def _special_ids(tokenizer: ChatTokenizer, table: Table) -> frozenset[int]:
+    markers = {marker.encode() for marker in table.markers}
+    return frozenset(token_id for token_id in tokenizer.special_ids if tokenizer.token_bytes(token_id) in markers)
+
+
+def _engine_request(request: ChatRequest, prompt: Prompt, sampling: SamplingParams, index: int) -> GenerateRequest:
+    if sampling.seed is not None:
+        sampling = replace(sampling, seed=(sampling.seed + index) % 2**63)
+    return GenerateRequest(
+        request_id=f"{request.request_id}-{index}",
+        prompt_ids=prompt.ids,
+        sampling=sampling,
+        lane=request.lane,
+        runtime_load_id=request.runtime_load_id,
+    )

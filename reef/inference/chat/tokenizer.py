@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reef.errors import ConfigError, InvalidRequest
+from reef.errors import ConfigError
+from reef.inference.chat.formats import detect
 from reef.inference.chat.messages import Message
+from reef.inference.chat.template import ChatTemplate
 from reef.inference.source import model_source
 
 INLINE_CHARACTERS = 2000
@@ -19,8 +22,11 @@ INLINE_CHARACTERS = 2000
 class ChatTokenizer:
     """Renders, tokenizes, and knows the bytes of every token. Safe to share between tasks and threads."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """Wrap a loaded `transformers` tokenizer. Raises ConfigError for one without fast backend or template."""
+    def __init__(self, tokenizer: Any, tool_format: str = "auto", reasoning_format: str = "auto") -> None:
+        """Wrap a loaded `transformers` tokenizer. Raises ConfigError for one without fast backend or template.
+
+        The formats are names of `formats`, or "auto": as the template has it.
+        """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ConfigError(f"{type(tokenizer).__name__} has no tokenizer.json; Reef needs a fast tokenizer")
@@ -28,6 +34,8 @@ class ChatTokenizer:
             raise ConfigError("the model has no chat template (chat_template.jinja or tokenizer_config.json)")
         self._tokenizer = tokenizer
         self._backend = backend
+        self.template = ChatTemplate(tokenizer)
+        self.format = detect(self.template.text, tool_format, reasoning_format)
         added: dict[int, Any] = tokenizer.added_tokens_decoder
         self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -38,44 +46,55 @@ class ChatTokenizer:
             raise ConfigError(f"the tokenizer's decoder {kinds} is neither byte-level nor SentencePiece-like")
         self.strips_leading_space = not self._byte_level and bool({"Strip", "Metaspace"} & set(kinds))
         self._bytes: dict[int, bytes] = {}
+        self._anchor = next((token_id for token_id in sorted(self.special_ids) if self._anchors(token_id)), None)
         self.render([Message(role="user", content="")])  # the first rendering imports and compiles; do it here
 
     @classmethod
-    def load(cls, path: Path | str) -> ChatTokenizer:
+    def load(cls, path: Path | str, tool_format: str = "auto", reasoning_format: str = "auto") -> ChatTokenizer:
         """Load from a model directory or GGUF file. Blocking; reads files. Raises ConfigError."""
         from transformers import AutoTokenizer
 
         source, options = model_source(Path(path))
         try:
-            return cls(AutoTokenizer.from_pretrained(source, **options))
+            return cls(AutoTokenizer.from_pretrained(source, **options), tool_format, reasoning_format)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"cannot read the tokenizer of the model at {path}: {error}") from error
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Render the conversation up to where the assistant's turn begins.
+        """A conversation without tools, up to where the assistant's turn begins. Raises InvalidRequest."""
+        return self.template.render(messages)
 
-        Raises InvalidRequest when the template refuses (it may want alternating roles, for example).
+    async def encode(self, text: str, *, goes_on: bool = False, with_special: bool = False) -> list[int]:
+        """Token ids of `text`, special tokens recognized; none are added but with `with_special`: templates write them.
+
+        With `goes_on` the text continues others, so that a SentencePiece vocabulary puts no space before it.
         """
-        from jinja2 import TemplateError
-
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                [message.for_template() for message in messages], tokenize=False, add_generation_prompt=True
-            )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            raise InvalidRequest(f"the model's chat template refuses this conversation: {error}", "messages") from error
-        return text
-
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, special tokens recognized and none added: the template wrote them."""
+        encode = self._encode_with_special if with_special else partial(self.encode_now, goes_on=goes_on)
         if len(text) <= INLINE_CHARACTERS:
-            return self.encode_now(text)
-        return await asyncio.to_thread(self.encode_now, text)
+            return encode(text)
+        return await asyncio.to_thread(encode, text)
 
-    def encode_now(self, text: str) -> list[int]:
+    def encode_now(self, text: str, *, goes_on: bool = False) -> list[int]:
+        if not text:
+            return []
+        if goes_on and self.strips_leading_space and self._anchor is not None:
+            anchored = self._added[self._anchor].decode() + text
+            return self._encode(anchored)[1:]
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
         # Unlike `encode`, the batch call lets go of the interpreter lock while it works.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
+
+    def _encode_with_special(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids
+        return ids
+
+    def _anchors(self, token_id: int) -> bool:
+        """Whether the token's name is recognized, alone and before text."""
+        name = self._added[token_id].decode()
+        return self._encode(name) == [token_id] and self._encode(name + "a")[0] == token_id
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for; those of a special token are its name."""

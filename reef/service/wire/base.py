@@ -2,34 +2,61 @@
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from reef.errors import InvalidRequest, ReefError
-from reef.inference.chat.messages import Message
-from reef.inference.chat.service import Choice, Delta
-from reef.runtime.interfaces import SamplingParams
+from reef.inference.chat.choice import Choice, Delta
+from reef.inference.chat.messages import Conversation
+from reef.inference.chat.service import ChatRequest
+from reef.runtime.interfaces import Grammar, SamplingParams
 
 Body = TypeVar("Body")
 
 
 @dataclass(slots=True, kw_only=True)
 class ChatCall:
-    """A validated inference request, whatever API it came through."""
+    """A validated inference request, whatever API it came through: a conversation, or bare prompts."""
 
-    messages: list[Message]
+    conversation: Conversation | None = None
+    prompts: Sequence[str | Sequence[int]] = ()
     sampling: SamplingParams
     max_tokens: int | None  # None: what the context leaves
-    max_tokens_field: str  # what this API calls it
+    fields: Mapping[str, str] = field(default_factory=dict)  # what this API calls "max_tokens", "messages", ...
     n: int = 1
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
+    call_prefix: str = "call_"  # of the ids of tool calls
+    echo: bool = False  # the answer begins with its prompt
+
+    def request(self, request_id: str, record_id: str, lane: str) -> ChatRequest:
+        """What to ask the engine. The same `record_id` makes the same tool call ids."""
+        digest = blake2b(record_id.encode(), digest_size=10).hexdigest()
+        return ChatRequest(
+            request_id=request_id,
+            conversation=self.conversation,
+            prompts=self.prompts,
+            sampling=self.sampling,
+            max_tokens=self.max_tokens,
+            n=self.n,
+            lane=lane,
+            logprobs=self.logprobs,
+            call_ids=f"{self.call_prefix}{digest}",
+        )
+
+    def field_of(self, error: InvalidRequest) -> str | None:
+        """The field that `error` complains about, as this API calls it. Engines name fields of `sampling`."""
+        name = None if error.field is None else error.field.removeprefix("sampling.")
+        return None if name is None else self.fields.get(name, name)
 
 
 class Writer(ABC):
@@ -45,18 +72,18 @@ class Writer(ABC):
         self.model = model
 
     @abstractmethod
-    def whole(self, choices: Sequence[Choice], logprobs: Sequence[list[Delta]]) -> bytes:
-        """The body of an answer that is not streamed; `logprobs` holds each choice's deltas."""
+    def whole(self, choices: Sequence[Choice], deltas: Sequence[list[Delta]]) -> bytes:
+        """The body of an answer that is not streamed; `deltas` holds those of each choice."""
 
     @abstractmethod
-    def opening(self) -> bytes: ...
+    def opening(self, choices: Sequence[Choice]) -> bytes: ...
 
     @abstractmethod
     def delta(self, delta: Delta) -> bytes:
         """What a delta adds, without its ending. May be empty."""
 
     @abstractmethod
-    def ended(self, delta: Delta) -> bytes:
+    def ended(self, delta: Delta, choice: Choice) -> bytes:
         """The end of one choice while others go on."""
 
     @abstractmethod
@@ -68,10 +95,71 @@ class Writer(ABC):
         """The event that ends a stream in an error."""
 
 
+@dataclass(slots=True, frozen=True)
+class Api:
+    """One provider-shaped route."""
+
+    route: str
+    parse: Callable[[bytes], ChatCall]
+    writer: type[Writer]
+
+
+MAX_DEPTH = 64
+MAX_TOOLS = 1024
+ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+"""Names that every template and format can write."""
+
+
+def check_depth(value: Any, name: str, limit: int = MAX_DEPTH) -> None:
+    """Raises InvalidRequest naming the field if JSON values are nested deeper than `limit`."""
+    level, depth = [value], 0
+    while level:
+        if depth > limit:
+            raise InvalidRequest(f"must be nested at most {limit} deep", name)
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        depth += 1
+
+
+def schema_grammar(schema: dict[str, Any], name: str) -> Grammar:
+    """The grammar of a JSON schema. Raises InvalidRequest naming the field if it is nested too deeply."""
+    check_depth(schema, name)
+    return Grammar("json_schema", json.dumps(schema))
+
+
+def check_choice(conversation: Conversation, choice_field: str, format_field: str) -> None:
+    """Raises InvalidRequest for a tool choice without such a tool, and for a format that calls would break."""
+    names = [tool.name for tool in conversation.tools]
+    if conversation.tool_choice == "required":
+        if not names:
+            raise InvalidRequest("must be none or auto without tools", choice_field)
+        if conversation.tool_name not in (None, *names):
+            raise InvalidRequest(f"there is no tool {conversation.tool_name!r}", choice_field)
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequest(f"two tools have the name {twice!r}", "tools")
+    if conversation.grammar is not None and names and conversation.tool_choice != "none":
+        raise InvalidRequest(
+            "cannot be honoured together with tools that may be called: set tool_choice to none",
+            format_field,
+        )
+
+
+_LONG_NUMBER = re.compile(rb"\d{19}")
+
+
 def decode_body(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
     """Decode and validate a JSON body. Raises InvalidRequest with the path of the offending field."""
     try:
+        if _LONG_NUMBER.search(body):
+            msgspec.msgpack.encode(msgspec.json.decode(body))
         return decoder.decode(body)
+    except OverflowError:
+        raise InvalidRequest("the body has a whole number that does not fit in 64 bits") from None
     except RecursionError as error:
         raise InvalidRequest("the JSON is nested too deeply") from error
     except msgspec.ValidationError as error:
@@ -79,6 +167,15 @@ def decode_body(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
         raise InvalidRequest(message, field) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+
+
+def converted(value: dict[str, Any], kind: type[Body], name: str) -> Body:
+    """`value`, validated. Raises InvalidRequest with the path of the offending field, which begins with `name`."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        message, inner = locate(str(error))
+        raise InvalidRequest(message, name if inner is None else f"{name}.{inner}") from error
 
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")

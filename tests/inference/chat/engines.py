@@ -16,6 +16,7 @@ class Script:
     """What the engine does with each request."""
 
     text: str = "Hello there, friend."
+    ids: list[int] | None = None  # instead of the text's, end token included if there is to be one
     chunk: int = 1  # tokens per chunk
     delay: float = 0.0  # seconds before each chunk
     cut_after: int | None = None  # tokens, then ENGINE_CUT
@@ -62,7 +63,8 @@ class FakeEngine(InferenceHandler):
         self.running += 1
         ended = False
         try:
-            ids = [*self.tokenizer.encode_now(script.text), 2][: request.sampling.max_tokens]
+            ids = script.ids if script.ids is not None else [*self.tokenizer.encode_now(script.text), 2]
+            ids = ids[: request.sampling.max_tokens]
             ending = Ending.STOP if ids[-1] == 2 else Ending.LENGTH
             for number, start in enumerate(range(0, len(ids), script.chunk)):
                 await asyncio.sleep(script.delay)

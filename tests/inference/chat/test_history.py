@@ -7,7 +7,7 @@ from tests.inference.chat.test_service import collect, request
 
 def answer_once(chat, run, asked):
     _, stream = run(collect(chat, asked))
-    chat.remember(stream)
+    chat.remember(stream, "receipt")
     return stream.generations[0], stream.choices[0].text
 
 
@@ -31,10 +31,10 @@ def test_a_continued_conversation_keeps_the_ids_that_were_sampled(chat, engine, 
     letters = spelled(engine, run, chat)
     first, text = answer_once(chat, run, request("Hi"))
     assert first.output_ids == [*letters, 2]
-    ids = run(chat.prompt_ids(request("Hi", text, "Go on").messages))
+    ids = run(chat.prompt_ids(request("Hi", text, "Go on").conversation))
     whole = [*first.prompt_ids, *first.output_ids]
     assert ids[: len(whole)] == whole
-    rendered = chat.tokenizer.render(request("Hi", text, "Go on").messages)
+    rendered = chat.tokenizer.render(request("Hi", text, "Go on").conversation.messages)
     assert chat.tokenizer._tokenizer.decode(ids) == rendered
 
 
@@ -42,7 +42,7 @@ def test_ids_are_kept_over_several_turns(chat, engine, run):
     spelled(engine, run, chat)
     first, text = answer_once(chat, run, request("Hi"))
     second, text2 = answer_once(chat, run, request("Hi", text, "Go on"))
-    ids = run(chat.prompt_ids(request("Hi", text, "Go on", text2, "And?").messages))
+    ids = run(chat.prompt_ids(request("Hi", text, "Go on", text2, "And?").conversation))
     whole = [*second.prompt_ids, *second.output_ids]
     assert ids[: len(whole)] == whole
     assert whole[: len(first.prompt_ids) + len(first.output_ids)] == [*first.prompt_ids, *first.output_ids]
@@ -51,30 +51,41 @@ def test_ids_are_kept_over_several_turns(chat, engine, run):
 def test_an_edited_turn_is_tokenized_anew(chat, engine, run):
     spelled(engine, run, chat)
     answer_once(chat, run, request("Hi"))
-    messages = request("Hi", "hello!", "Go on").messages
-    assert run(chat.prompt_ids(messages)) == chat.tokenizer.encode_now(chat.tokenizer.render(messages))
+    asked = request("Hi", "hello!", "Go on").conversation
+    assert run(chat.prompt_ids(asked)) == chat.tokenizer.encode_now(chat.tokenizer.render(asked.messages))
 
 
 def test_another_lane_does_not_see_them(chat, engine, run):
     spelled(engine, run, chat)
     _, text = answer_once(chat, run, request("Hi", lane="a"))
-    messages = request("Hi", text, "Go on").messages
-    assert run(chat.prompt_ids(messages, "b")) != run(chat.prompt_ids(messages, "a"))
+    asked = request("Hi", text, "Go on").conversation
+    assert run(chat.prompt_ids(asked, "b")) != run(chat.prompt_ids(asked, "a"))
+
+
+def assistant(content, **fields):
+    return Message(role="assistant", content=content, **fields)
+
+
+def remembered(turns, content, answer, text, ids, receipt="r"):
+    turns.remember("", b"", [user(content)], answer, text, ids, num_prompt=1, receipt=receipt)
+
+
+def user(content):
+    return Message(role="user", content=content)
 
 
 def test_the_oldest_are_forgotten_when_too_many_tokens_are_held():
     turns = SampledTurns(max_tokens=10)
-    asked = [[Message(role="user", content=name)] for name in "abc"]
-    for messages in asked:
-        turns.remember("", messages, "x", "text", [1, 2, 3, 4])
-    known = [turns.longest_prefix("", [*m, Message(role="assistant", content="x")], "text and more")[0] for m in asked]
-    assert known == [[], [1, 2, 3, 4], [1, 2, 3, 4]]
+    for name in "abc":
+        remembered(turns, name, assistant("x"), "text", [1, 2, 3, 4])
+    found = [turns.look_up("", b"", [user(name), assistant("x")]) for name in "abc"]
+    assert [bool(known.turns) for known in found] == [False, True, True]
+    assert turns.look_up("", b"", [user("a"), assistant("other")]).fork_of is None
+    assert turns.look_up("", b"", [user("b"), assistant("other")]).fork_of == "r"
 
 
-def test_text_that_renders_differently_is_not_matched():
+def test_text_that_renders_differently_does_not_begin_like_the_turn():
     turns = SampledTurns()
-    messages = [Message(role="user", content="a")]
-    turns.remember("", messages, "x", "a>x", [1, 2])
-    continued = [*messages, Message(role="assistant", content="x")]
-    assert turns.longest_prefix("", continued, "a>x<end>") == ([1, 2], 3)
-    assert turns.longest_prefix("", continued, "a> x<end>") == ([], 0)
+    remembered(turns, "a", assistant("x"), "a>x", [1, 2])
+    (turn,) = turns.look_up("", b"", [user("a"), assistant("x")]).turns.values()
+    assert turn.begins("a>x<end>") and not turn.begins("a> x<end>") and not turn.begins("a>")

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from reef.errors import EngineError, InvalidRequest, Unavailable
-from reef.inference.chat.messages import Message
+from reef.inference.chat.messages import Conversation, Message
 from reef.inference.chat.service import ChatRequest
 from reef.runtime.interfaces import Ending, SamplingParams, Span
 from tests.inference.chat.engines import Script
@@ -14,7 +14,8 @@ from tests.inference.chat.engines import Script
 def request(*contents: str, **changes) -> ChatRequest:
     roles = ["user", "assistant"]
     messages = [Message(role=roles[index % 2], content=content) for index, content in enumerate(contents or ["Hi"])]
-    return ChatRequest(**{"request_id": "r", "messages": messages, "sampling": SamplingParams(), **changes})
+    conversation = Conversation(messages=messages)
+    return ChatRequest(**{"request_id": "r", "conversation": conversation, "sampling": SamplingParams(), **changes})
 
 
 async def collect(chat, asked: ChatRequest):

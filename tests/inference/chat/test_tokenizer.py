@@ -43,12 +43,12 @@ def test_a_template_that_refuses_names_the_field(tokenizer):
         def apply_chat_template(self, messages, **kwargs):
             from jinja2 import TemplateError
 
-            if messages[0]["role"] == "tool":
+            if messages[0]["role"] == "system":
                 raise TemplateError("roles must alternate")
             return ""
 
     with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
-        ChatTokenizer(Refusing()).render([Message(role="tool", content="1")])
+        ChatTokenizer(Refusing()).render([Message(role="system", content="1")])
     assert caught.value.field == "messages"
 
 

@@ -1,0 +1,458 @@
+"""OpenAI chat completions (platform.openai.com/docs/api-reference/chat): pure translation both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from reef.errors import InvalidRequest, ReefError
+from reef.inference.chat.choice import Choice, Delta, TokenLogprob
+from reef.inference.chat.messages import Conversation, Message, Tool, ToolCall
+from reef.inference.chat.pieces import Kind
+from reef.runtime.interfaces import Ending, Grammar
+from reef.service.wire.base import MAX_TOOLS, Api, ChatCall, Writer, check_choice, decode_body, schema_grammar
+from reef.service.wire.openai import (
+    ENCODER,
+    Count,
+    FunctionBody,
+    ModelName,
+    Receipt,
+    SamplingBody,
+    ShownToken,
+    StreamOptions,
+    Usage,
+    error_body,
+    event,
+    refuse,
+    shown,
+    usage,
+)
+
+# ---------------------------------------------------------------------------------------------- requests
+
+
+class Part(Struct, forbid_unknown_fields=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+    cache_control: Any = None  # ignored, as is the next: caching is the engine's own business
+    prompt_cache_breakpoint: Any = None
+
+
+Content = str | list[Part]
+
+
+class Function(Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+
+
+class Call(Struct, forbid_unknown_fields=True):
+    id: str
+    function: Function | None = None
+    type: str = "function"
+    index: int | None = None
+    custom: Any = None
+
+
+class Turn(Struct, tag_field="role", forbid_unknown_fields=True):
+    content: Content
+    name: str | None = None
+
+
+class SystemTurn(Turn, tag="system"):
+    pass
+
+
+class DeveloperTurn(Turn, tag="developer"):
+    pass
+
+
+class UserTurn(Turn, tag="user"):
+    pass
+
+
+class ToolTurn(Struct, tag_field="role", tag="tool", forbid_unknown_fields=True):
+    content: Content
+    tool_call_id: str
+    name: str | None = None
+
+
+class AssistantTurn(Struct, tag_field="role", tag="assistant", forbid_unknown_fields=True):
+    content: Content | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: list[Call] | None = None
+    reasoning_content: str | None = None
+    annotations: Any = None  # these three come back from clients that send our answer as they got it
+    audio: Any = None
+    function_call: Any = None
+
+
+class ToolBody(Struct, forbid_unknown_fields=True):
+    type: str
+    function: FunctionBody | None = None
+    custom: Any = None
+
+
+class Named(Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class AllowedTool(Struct, forbid_unknown_fields=True):
+    type: str
+    function: Named | None = None
+
+
+class AllowedTools(Struct, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+class Choose(Struct, forbid_unknown_fields=True):
+    type: str
+    function: Named | None = None
+    allowed_tools: AllowedTools | None = None
+    custom: Any = None
+
+
+class JsonSchema(Struct, forbid_unknown_fields=True):
+    name: str
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
+    """The request body; null means absent everywhere."""
+
+    model: ModelName
+    messages: Annotated[
+        list[SystemTurn | DeveloperTurn | UserTurn | AssistantTurn | ToolTurn], Meta(min_length=1, max_length=100_000)
+    ]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Choose | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: Annotated[str, Meta(min_length=1, max_length=32)] | None = None
+    # accepted, without effect on the answer
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    prediction: Any = None
+    # refused unless they say nothing
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    audio: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+
+_SAYS_NOTHING: dict[str, tuple[Any, ...]] = {
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "moderation": (),
+    "audio": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+_DECODER = msgspec.json.Decoder(ChatBody)
+
+
+def parse_chat(body: bytes) -> ChatCall:
+    """Raises InvalidRequest naming the field."""
+    chat = decode_body(_DECODER, body)
+    refuse(chat, _SAYS_NOTHING)
+    if chat.top_logprobs and not chat.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+    if chat.stream_options is not None and not chat.stream:
+        raise InvalidRequest("stream_options needs stream to be true", "stream_options")
+    limit, limit_field = chat.max_completion_tokens, "max_completion_tokens"
+    if limit is None:
+        limit, limit_field = chat.max_tokens, "max_tokens"
+    elif chat.max_tokens not in (None, limit):
+        raise InvalidRequest("max_tokens and max_completion_tokens differ; send one", "max_tokens")
+    return ChatCall(
+        conversation=_conversation(chat),
+        sampling=chat.sampling(chat.top_logprobs or 0),
+        max_tokens=limit,
+        fields={"max_tokens": limit_field, "grammar": "response_format" if chat.response_format else "tools"},
+        n=chat.n or 1,
+        stream=bool(chat.stream),
+        include_usage=bool(chat.stream_options and chat.stream_options.include_usage),
+        logprobs=bool(chat.logprobs),
+    )
+
+
+def _conversation(chat: ChatBody) -> Conversation:
+    messages = [_message(turn, f"messages[{index}]") for index, turn in enumerate(chat.messages)]
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(chat.tools or ())]
+    last = messages[-1]
+    conversation = Conversation(
+        messages=messages,
+        tools=tools,
+        parallel_calls=chat.parallel_tool_calls is not False,
+        grammar=_grammar(chat.response_format),
+        effort=chat.reasoning_effort,
+        prefill=last.role == "assistant" and bool(last.content) and not last.tool_calls,
+    )
+    conversation = _chosen(conversation, chat.tool_choice)
+    check_choice(conversation, "tool_choice", "response_format")
+    return conversation
+
+
+def _tool(body: ToolBody, field: str) -> Tool:
+    if body.type != "function":
+        raise InvalidRequest(f"a tool of type {body.type!r} cannot be honoured", f"{field}.type")
+    if body.function is None:
+        raise InvalidRequest("a tool of type function needs it", f"{field}.function")
+    return body.function.tool(f"{field}.function")
+
+
+def _chosen(conversation: Conversation, choose: str | Choose | None) -> Conversation:
+    if choose is None or isinstance(choose, str):
+        return replace(conversation, tool_choice=choose or "auto")
+    if choose.type == "function" and choose.function is not None:
+        return replace(conversation, tool_choice="required", tool_name=choose.function.name)
+    if choose.type == "allowed_tools" and choose.allowed_tools is not None:
+        names = {tool.function.name for tool in choose.allowed_tools.tools if tool.function is not None}
+        if missing := names - {tool.name for tool in conversation.tools}:
+            raise InvalidRequest(f"there is no tool {min(missing)!r}", "tool_choice.allowed_tools.tools")
+        tools = [tool for tool in conversation.tools if tool.name in names]
+        return replace(conversation, tools=tools, tool_choice=choose.allowed_tools.mode)
+    raise InvalidRequest(f"a choice of type {choose.type!r} cannot be honoured", "tool_choice")
+
+
+def _grammar(form: ResponseFormat | None) -> Grammar | None:
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return Grammar("json_object", "")
+    if form.json_schema is None:
+        raise InvalidRequest("a format of type json_schema needs it", "response_format.json_schema")
+    return schema_grammar(form.json_schema.schema or {}, "response_format.json_schema.schema")
+
+
+def _message(turn: Turn | AssistantTurn | ToolTurn, field: str) -> Message:
+    if isinstance(turn, AssistantTurn):
+        for name in ("audio", "function_call"):
+            if getattr(turn, name) is not None:
+                raise InvalidRequest(f"{name} cannot be honoured by this deployment", f"{field}.{name}")
+        if turn.content is None and not turn.tool_calls and turn.refusal is None:
+            raise InvalidRequest("an assistant turn needs content or tool_calls", f"{field}.content")
+        content = turn.refusal if turn.content is None else turn.content
+        return Message(
+            role="assistant",
+            content=_text(content or "", f"{field}.content"),
+            reasoning=turn.reasoning_content or "",
+            tool_calls=tuple(_call(call, f"{field}.tool_calls") for call in turn.tool_calls or ()),
+            name=turn.name,
+        )
+    text = _text(turn.content, f"{field}.content")
+    if isinstance(turn, ToolTurn):
+        return Message(role="tool", content=text, tool_call_id=turn.tool_call_id, name=turn.name)
+    # Templates of open models know one role for instructions.
+    return Message(role="user" if isinstance(turn, UserTurn) else "system", content=text, name=turn.name)
+
+
+def _call(call: Call, field: str) -> ToolCall:
+    if call.type != "function" or call.function is None:
+        raise InvalidRequest(f"tool calls of type {call.type!r} cannot be honoured", field)
+    return ToolCall(call.id, call.function.name, call.function.arguments)
+
+
+def _text(content: Content, field: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        text = part.text if part.type == "text" else part.refusal if part.type == "refusal" else None
+        if text is None:
+            raise InvalidRequest(f"a content part of type {part.type!r} cannot be honoured", f"{field}[{index}]")
+        texts.append(text)
+    return "".join(texts)
+
+
+# ---------------------------------------------------------------------------------------------- answers
+
+
+class Logprobs(Struct):
+    content: list[ShownToken]
+    refusal: None = None
+
+
+class WholeCall(Struct):
+    id: str
+    function: Function
+    type: str = "function"
+
+
+class Answer(Struct, omit_defaults=True):
+    role: str
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[WholeCall] | None = None
+
+
+class WholeChoice(Struct):
+    index: int
+    message: Answer
+    logprobs: Logprobs | None
+    finish_reason: str
+
+
+class Completion(Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[WholeChoice]
+    usage: Usage
+    reef: Receipt
+    object: str = "chat.completion"
+
+
+class FunctionPiece(Struct, omit_defaults=True):
+    arguments: str
+    name: str | None = None
+
+
+class CallPiece(Struct, omit_defaults=True):
+    index: int
+    function: FunctionPiece
+    id: str | None = None
+    type: str | None = None
+
+
+class Piece(Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallPiece] | None = None
+
+
+class ChunkChoice(Struct):
+    index: int
+    delta: Piece
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class Chunk(Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    reef: Receipt | UnsetType = UNSET
+    object: str = "chat.completion.chunk"
+
+
+class ChatWriter(Writer):
+    """Chat completions. A chunk has `usage: null` exactly when the usage chunk was asked for."""
+
+    def __init__(self, call: ChatCall, record_id: str, created: int, model: str) -> None:
+        super().__init__(call, record_id, created, model)
+        self._calls = [0] * call.n  # begun so far, of each choice
+        self._choices: Sequence[Choice] = ()
+
+    def whole(self, choices: Sequence[Choice], deltas: Sequence[list[Delta]]) -> bytes:
+        written = [
+            WholeChoice(
+                index=choice.index,
+                message=_answer(choice),
+                logprobs=self._logprobs([token for delta in own for token in delta.tokens]),
+                finish_reason=_finish_reason(choice),
+            )
+            for choice, own in zip(choices, deltas, strict=True)
+        ]
+        receipt = Receipt(self.record_id)
+        return ENCODER.encode(
+            Completion(f"chatcmpl-{self.record_id}", self.created, self.model, written, usage(choices), receipt)
+        )
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        self._choices = choices
+        first = Piece(role="assistant", content="")
+        return b"".join(self._chunk([ChunkChoice(choice.index, first)]) for choice in choices)
+
+    def delta(self, delta: Delta) -> bytes:
+        pieces = [self._piece(delta.index, piece.kind, piece.text) for piece in delta.pieces]
+        if delta.tokens and not pieces:
+            pieces = [Piece(content="")]
+        parts = []
+        for number, piece in enumerate(pieces):
+            logprobs = self._logprobs(delta.tokens if number == 0 else [])
+            parts.append(self._chunk([ChunkChoice(delta.index, piece, logprobs)]))
+        return b"".join(parts)
+
+    def ended(self, delta: Delta, choice: Choice) -> bytes:
+        return self._chunk([ChunkChoice(delta.index, Piece(), finish_reason=_finish_reason(choice))])
+
+    def closing(self, delta: Delta, choices: Sequence[Choice]) -> bytes:
+        last = ChunkChoice(delta.index, Piece(), finish_reason=_finish_reason(choices[delta.index]))
+        used = self._chunk([], used=usage(choices)) if self.call.include_usage else b""
+        return self._chunk([last], reef=Receipt(self.record_id)) + used + b"data: [DONE]\n\n"
+
+    def failure(self, error: ReefError) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n"
+
+    def _piece(self, index: int, kind: Kind, text: str) -> Piece:
+        if kind is Kind.TEXT:
+            return Piece(content=text)
+        if kind is Kind.REASONING:
+            return Piece(reasoning_content=text)
+        if kind is Kind.CALL:
+            number = self._calls[index]
+            self._calls[index] += 1
+            call_id = self._choices[index].answer.call_id(number)
+            return Piece(tool_calls=[CallPiece(number, FunctionPiece("", text), call_id, "function")])
+        return Piece(tool_calls=[CallPiece(self._calls[index] - 1, FunctionPiece(text))])
+
+    def _logprobs(self, tokens: list[TokenLogprob]) -> Logprobs | None:
+        return Logprobs([shown(token) for token in tokens]) if self.call.logprobs else None
+
+    def _chunk(self, choices: list[ChunkChoice], used: Usage | None = None, reef: Receipt | UnsetType = UNSET) -> bytes:
+        reported = used if self.call.include_usage else UNSET
+        return event(Chunk(f"chatcmpl-{self.record_id}", self.created, self.model, choices, reported, reef))
+
+
+def _answer(choice: Choice) -> Answer:
+    answer = choice.answer
+    calls = [WholeCall(call.id, Function(call.name, call.arguments)) for call in answer.tool_calls]
+    return Answer("assistant", answer.text or (None if calls else ""), None, answer.reasoning or None, calls or None)
+
+
+def _finish_reason(choice: Choice) -> str:
+    if choice.generation.ending is Ending.LENGTH:
+        return "length"
+    return "tool_calls" if choice.answer.tool_calls else "stop"
+
+
+CHAT = Api("/v1/chat/completions", parse_chat, ChatWriter)

@@ -1,0 +1,51 @@
+"""Every field that the official clients can send is known: honoured, harmless, or refused by name."""
+
+from __future__ import annotations
+
+from typing import get_type_hints
+
+import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
+from openai.types import completion_create_params
+from openai.types.chat import (
+    chat_completion_assistant_message_param,
+    chat_completion_tool_message_param,
+    chat_completion_user_message_param,
+)
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import (
+    function_tool_param,
+    response_create_params,
+    response_function_tool_call_param,
+    response_input_item_param,
+    response_reasoning_item_param,
+)
+
+from reef.service.wire import chat, completions, messages, responses
+
+PAIRS = [
+    (chat_params.CompletionCreateParamsStreaming, chat.ChatBody),
+    (chat_completion_assistant_message_param.ChatCompletionAssistantMessageParam, chat.AssistantTurn),
+    (chat_completion_user_message_param.ChatCompletionUserMessageParam, chat.UserTurn),
+    (chat_completion_tool_message_param.ChatCompletionToolMessageParam, chat.ToolTurn),
+    (completion_create_params.CompletionCreateParamsStreaming, completions.CompletionBody),
+    (response_create_params.ResponseCreateParamsStreaming, responses.ResponsesBody),
+    (function_tool_param.FunctionToolParam, responses.FunctionTool),
+    (response_function_tool_call_param.ResponseFunctionToolCallParam, responses.CallItem),
+    (response_input_item_param.FunctionCallOutput, responses.OutputItem),
+    (response_reasoning_item_param.ResponseReasoningItemParam, responses.ReasoningItem),
+    (message_create_params.MessageCreateParamsStreaming, messages.MessagesBody),
+    (message_count_tokens_params.MessageCountTokensParams, messages.CountBody),
+]
+
+
+def fields_of(kind: type) -> set[str]:
+    import msgspec
+
+    return {field.encode_name for field in msgspec.structs.fields(kind)} | {kind.__struct_config__.tag_field or ""}
+
+
+@pytest.mark.parametrize(("sent", "read"), PAIRS, ids=lambda kind: kind.__name__)
+def test_no_field_is_unknown(sent, read):
+    hints = {"async" if name == "async_" else name for name in get_type_hints(sent)}
+    assert hints - fields_of(read) == set()
