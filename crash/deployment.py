@@ -17,7 +17,7 @@ from reef.client import ReefClient
 from reef.points import ENVIRONMENT_VARIABLE, Plan, fired, plan_kill
 
 ROOT = Path(__file__).resolve().parents[1]
-STOP_SECONDS = 30.0
+STOP_SECONDS = 120.0
 HEALTH_SECONDS = 10.0
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from crash.deployment import Deployment
+from crash.deployment import Deployment, Unrecovered
 
 MOUNT = ("unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o size="$0" tmpfs "$1" && shift && exec "$@"')
 CHUNK = 4096
@@ -28,6 +28,7 @@ class SmallDisk(Deployment):
     """Its data exist as long as the service runs."""
 
     def __init__(self, directory: Path, flags: Mapping[str, object], size: str = "48m") -> None:
+        directory = directory.resolve()  # through /proc/<pid>/root, an absolute link would lead to our own disk
         data = directory / "data"
         data.mkdir(parents=True)
         super().__init__(directory, flags, wrapper=[*MOUNT, size, str(data)])
@@ -37,7 +38,9 @@ class SmallDisk(Deployment):
         return Path(f"/proc/{self.pid}/root{self.data}")
 
     def fill(self, leave: int = 0) -> None:
-        """Take all space but `leave` bytes."""
+        """Take all space but `leave` bytes. Raises Unrecovered where the space would not be the deployment's own."""
+        if not self.seen.is_dir() or self.seen.stat().st_dev == self.data.stat().st_dev:
+            raise Unrecovered(f"{self.seen} is not on the small disk")
         with (self.seen / "ballast").open("ab", buffering=0) as ballast:
             with suppress(OSError):  # ENOSPC
                 while True:

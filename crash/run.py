@@ -200,7 +200,7 @@ class Run:
                 died_at = self._die_again(*kill.then)
             deployment.start()
         else:
-            self._wait_for_another(kill.victim, dead)
+            self._wait_for_another(kill, dead)
         deployment.wait_until_healthy(RECOVER_SECONDS)
         outcome.health_seconds = time.time() - died_at
         self._wait_for_answers()
@@ -208,11 +208,15 @@ class Run:
             self._wait_for_releases(any)
         outcome.seconds = time.time() - died_at
 
-    def _wait_for_another(self, component: str, dead: int) -> None:
+    def _wait_for_another(self, kill: Kill, dead: int) -> None:
+        """A service that is only starting when it loses a component may end with the reason; then it starts again."""
         deadline = time.monotonic() + RECOVER_SECONDS
-        while (pid := self.deployment.worker(component)) is None or pid == dead:
+        while (pid := self.deployment.worker(kill.victim)) is None or pid == dead:
+            if kill.trigger == "restart" and not self.deployment.running:
+                self.deployment.wait_for_no_process()
+                self.deployment.start()
             if time.monotonic() > deadline:
-                raise Unrecovered(f"the {component} was not replaced")
+                raise Unrecovered(f"the {kill.victim} was not replaced")
             time.sleep(0.05)
 
     def _die_again(self, point: Point, side: Side) -> float:

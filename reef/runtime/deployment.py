@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
 from typing import Any
 
-from reef.errors import ConfigError, ReefError
+from reef.errors import ConfigError, ReefError, Unavailable, WorkerDied
 from reef.runtime.coordinator import Coordinator
 from reef.runtime.interfaces import (
     Candidate,
@@ -241,10 +241,17 @@ class CoordinatorRuntime(TrainingRuntime):
     # ------------------------------------------------------------------ contract
 
     async def train(self, job: TrainJob, runtime_load_id: str) -> Candidate:
+        begun = False
         while True:
-            candidate: Candidate | None = await self._call("train", job, runtime_load_id, STEP_POLL_SECONDS)
+            try:
+                candidate: Candidate | None = await self._call("train", job, runtime_load_id, STEP_POLL_SECONDS)
+            except Unavailable as error:
+                if begun:  # the job may be more than a wish there: it is asked for again, not forgotten
+                    raise WorkerDied(f"the coordinator was lost in the middle of a step: {error}") from error
+                raise
             if candidate is not None:
                 return candidate
+            begun = True
 
     async def adopt(self, candidate: Candidate) -> Candidate:
         found: Candidate = await self._call("adopt", candidate)

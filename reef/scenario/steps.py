@@ -81,10 +81,12 @@ class Flight:
     batch: Batch | None = None
     candidate: Candidate | None = None
     adopted: bool = True  # False: the coordinator does not know the candidate yet
+    begun: bool = False  # the coordinator may hold the job, so it has to be ended there, whatever happens
     evaluation: Evaluation | None = None
     decision: Decision | None = None
     commit: Commit | None = None  # built once, so that repeating it is harmless
     attempts: int = 0
+    deaths: int = 0
     impatient: bool = False  # given back after one attempt: its scenario was given back before
     give_back: bool = False
 
@@ -144,7 +146,7 @@ class Steps:
     @staticmethod
     def recovered(candidate: Candidate) -> Flight:
         """The candidate of an interrupted job. What was wished for by hand is not judged again."""
-        flight = Flight(candidate.runtime_load_id, candidate=candidate)
+        flight = Flight(candidate.runtime_load_id, candidate=candidate, begun=True)
         if candidate.origin is not ReleaseKind.TRAINED:
             flight.evaluation, flight.decision = Evaluation(), Decision(True, "wished for before a restart")
         return flight
@@ -197,14 +199,15 @@ class Steps:
         try:
             await self._advance(flight)
             return True
-        except Unavailable:
-            if flight.candidate is None or not flight.adopted:
+        except Unavailable as error:
+            if not flight.begun:
                 raise  # another job is in flight: nothing of this one exists yet
-            self._stumble(flight, "the engine is not available")
+            self._stumble(flight, f"not available: {error}")
         except LeaseLost as error:  # whoever trains now decides about these records
             flight.give_back, flight.decision = True, Decision(False, str(error))
             return await self._attempt(flight)
         except (TrainingError, VerificationError, Conflict) as error:
+            flight.begun = True
             if flight.decision is not None and not flight.decision.selected:
                 self._stumble(flight, str(error))
             else:
@@ -212,9 +215,11 @@ class Steps:
                 flight.decision = Decision(False, str(error))
                 return await self._attempt(flight)
         except ReefError as error:
+            flight.begun = True
+            flight.deaths += isinstance(error, WorkerDied)
             self._stumble(flight, f"{type(error).__name__}: {error}")
-            if isinstance(error, WorkerDied) and flight.candidate is None and flight.attempts >= DEADLY_BATCH:
-                flight.decision = Decision(False, f"the trainer died {flight.attempts} times on this batch: {error}")
+            if isinstance(error, WorkerDied) and flight.candidate is None and flight.deaths >= DEADLY_BATCH:
+                flight.decision = Decision(False, f"the trainer died {flight.deaths} times on this batch: {error}")
         return False
 
     def _stumble(self, flight: Flight, reason: str) -> None:
@@ -232,9 +237,10 @@ class Steps:
             if flight.candidate is None:
                 assert flight.job is not None
                 flight.candidate = await candidates.train(flight.job, flight.runtime_load_id)
+                flight.begun = True
             if not flight.adopted:
                 await candidates.adopt(flight.candidate)
-                flight.adopted = True
+                flight.adopted = flight.begun = True
             if flight.decision is None:
                 await self._judge(flight, flight.candidate)
         assert flight.decision is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -219,5 +220,57 @@ def test_a_commit_whose_answer_is_lost_is_the_same_commit_when_repeated(tmp_path
         await reef.released(1)
         assert lost and [c.kind for c in await reef.storage.commits("s")] == [CommitKind.TRAINED]
         assert reef.engines.lanes["s"] == reef.scenario.head.runtime_load_id
+
+    run(body, tmp_path)
+
+
+class Lossy:
+    """A channel whose coordinator takes an order and is away before it has answered, and for some calls more."""
+
+    def __init__(self, channel, method: str, away: int) -> None:
+        self._channel, self._method, self._away = channel, method, away
+        self._lost = False
+
+    def __getattr__(self, name):
+        return getattr(self._channel, name)
+
+    async def call(self, method, *args):
+        if self._lost and self._away and method not in ("marker", "remember"):
+            self._away -= 1
+            raise Unavailable("the coordinator is being replaced")
+        if method != self._method or self._lost:
+            return await self._channel.call(method, *args)
+        self._lost = True
+        while await self._channel.call(method, *args) is None:
+            pass
+        raise WorkerDied("the coordinator did not answer")
+
+
+@pytest.mark.parametrize("away", [1, 3, 12])
+def test_a_coordinator_that_is_lost_with_a_job_is_asked_for_it_until_it_is_back(tmp_path, away):
+    """After many attempts the batch is given back, and the job is ended where it may still be."""
+
+    async def body(reef: Harness) -> None:
+        reef.runtime._channel = Lossy(reef.runtime._channel, "train", away)
+        await teach(reef, "a", "b")
+        await reef.released(1)
+        await reef.until(lambda: reef.state() is MarkerState.COMPLETE)
+        assert set((await reef.storage.consumed("s", ["a", "b"])).values()) == {Disposition.TRAINED}
+        await teach(reef, "c", "d")
+        await reef.released(2)
+
+    run(body, tmp_path)
+
+
+def test_a_rollback_whose_coordinator_is_lost_leaves_nothing_in_flight(tmp_path):
+    async def body(reef: Harness) -> None:
+        await teach(reef, "a", "b")
+        await reef.released(1)
+        reef.runtime._channel = Lossy(reef.runtime._channel, "adopt", 2)
+        with contextlib.suppress(Unavailable):
+            await reef.scenario.rollback("0")
+        before = reef.scenario.head.number
+        await teach(reef, "c", "d")
+        await reef.released(before + 1)
 
     run(body, tmp_path)

@@ -213,7 +213,7 @@ class _Session:
             address="local",
             include_dashboard=False,
             _temp_dir=str(self.directory),
-            _system_config={"memory_monitor_refresh_ms": 0},
+            _system_config={"memory_monitor_refresh_ms": 0, "worker_register_timeout_seconds": 600},
             **self._local,
             **common,
         )
