@@ -75,7 +75,11 @@ def test_update_that_only_one_engine_did_leaves_doubt(pair, weights) -> None:
     load = pair.fresh(weights[1])
     pair.backend.stage(load)
     pair.backend.pause(PauseMode.IN_PLACE)
-    pair.backend._engines[1].control._port = 9  # nobody listens there: as if it had died in that moment
-    with pytest.raises(EngineUncertain, match=r"engine-1 does not answer.*other engines did it"):
+
+    def fails(path: str, weights: str) -> None:
+        raise EngineUncertain(f"{path} was sent, and nobody answered")
+
+    pair.backend._engines[1].control.update_weights = fails  # as if it had died in that moment
+    with pytest.raises(EngineUncertain, match=r"nobody answered; other engines did it"):
         pair.backend.activate("", load.runtime_load_id)
     assert pair.backend.health() is not None
