@@ -114,7 +114,8 @@ def test_a_step_whose_coordinator_dies_is_trained_by_the_next(tmp_path, monkeypa
         await reef.released(1)
         go_on.set()
         await closing
-        assert len(reef.trainer.trained) == 1 and reef.state() is MarkerState.COMPLETE
+        await reef.until(lambda: reef.state() is MarkerState.COMPLETE)
+        assert len(reef.trainer.trained) == 1
 
     run(body, tmp_path)
 
