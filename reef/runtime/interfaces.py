@@ -147,10 +147,6 @@ class InferenceHandler(ABC):
         `config` is `inference.handler-config`. Raises ConfigError naming the key that is unknown or wrong.
         """
 
-    def prepare(self, request: GenerateRequest) -> GenerateRequest:
-        """What is sent for `request`; called once, before `generate`. Raises InvalidRequest for what cannot be sent."""
-        return request
-
     @abstractmethod
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Stream chunks until one has `ending`. Closing the iterator early aborts the request in the engine.
@@ -177,14 +173,6 @@ class InferenceHandler(ABC):
     @abstractmethod
     def max_context(self) -> int:
         """Most tokens (prompt plus output) a request may have."""
-
-
-class HeaderProvider(ABC):
-    """Adds headers to what a handler sends over HTTP: credentials, tenancy, tracing."""
-
-    @abstractmethod
-    def headers(self, request: GenerateRequest) -> Mapping[str, str]:
-        """Asked for every request. What it raises fails that request alone."""
 
 
 # ---------------------------------------------------------------------------------------------- records

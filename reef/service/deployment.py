@@ -153,17 +153,23 @@ class Deployment:
             recovered = None
         for state in await self.storage.scenarios():
             self._scenarios[state.scenario] = Scenario(state, self._services)
-        marker = await self._training.marker()
-        own = marker is not None and self._membership.trains and not marker.job_id.startswith(FOLLOWING)
-        rejected = own and marker is not None and marker.state is MarkerState.REJECTED and marker.candidate
-        if marker and rejected and await self.storage.commit_by_job(marker.job_id) is None:
-            scenario = self._scenarios.get(marker.scenario)
-            if scenario is not None:
-                await scenario.write_off_recovered(rejected, marker.error or "rejected before a restart")
+        if self._membership.trains:
+            await self._write_off_rejected()
         for scenario in self._scenarios.values():
             mine = recovered if recovered is not None and recovered.scenario == scenario.name else None
             await scenario.start(mine)
         await self.scenario(self.config.reef.default_scenario, create=True)
+
+    async def _write_off_rejected(self) -> None:
+        """A candidate was rejected just before the service died: its records are consumed now."""
+        marker = await self._training.marker()
+        if marker is None or marker.state is not MarkerState.REJECTED or marker.candidate is None:
+            return
+        scenario = self._scenarios.get(marker.scenario)
+        if scenario is None or marker.job_id.startswith(FOLLOWING):
+            return
+        if await self.storage.commit_by_job(marker.job_id) is None:
+            await scenario.write_off_recovered(marker.candidate, marker.error or "rejected before a restart")
 
     async def _collect_garbage(self) -> None:
         """Keep every release's content, the newest optimizer states, and what rollback or promotion may still name."""

@@ -73,19 +73,20 @@ def connect_local_runtimes(config: ReefConfig, foundation: Foundation) -> Pair:
 
 def connect_executor_runtimes(config: ReefConfig, foundation: Foundation) -> Pair:
     """The coordinator in a worker of `execution.executor`, which this service owns."""
-    execution = config.execution
+    return pair(HostedChannel(partial(_coordinator_executor, config, foundation), lambda opened: None), config)
 
-    def make() -> Executor:
-        return make_executor(
-            execution.executor,
-            HOST,
-            [{"config": config}],
-            name=COORDINATOR,
-            log_directory=foundation.data / "logs",
-            start_timeout=execution.start_timeout,
-        )
 
-    return pair(HostedChannel(make, lambda opened: None), config)
+def _coordinator_executor(config: ReefConfig, foundation: Foundation, **options: Any) -> Executor:
+    """An executor, not started, whose only worker is the coordinator."""
+    return make_executor(
+        config.execution.executor,
+        HOST,
+        [{"config": config}],
+        name=COORDINATOR,
+        log_directory=foundation.data / "logs",
+        start_timeout=config.execution.start_timeout,
+        **options,
+    )
 
 
 def connect_ray_runtime(config: ReefConfig, foundation: Foundation) -> Pair:
@@ -112,15 +113,7 @@ def connect_ray_runtime(config: ReefConfig, foundation: Foundation) -> Pair:
         reserved.append(reservation)
 
     def make() -> Executor:
-        return make_executor(
-            "ray",
-            HOST,
-            [{"config": inner}],
-            name=COORDINATOR,
-            log_directory=foundation.data / "logs",
-            start_timeout=execution.start_timeout,
-            reservation=reserved[-1],
-        )
+        return _coordinator_executor(inner, foundation, reservation=reserved[-1])
 
     return pair(HostedChannel(make, open_ray), config)
 

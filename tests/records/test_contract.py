@@ -394,3 +394,17 @@ def test_check(storage, run):
     run(storage.close())
     with pytest.raises(StorageError):
         run(storage.check())
+
+
+def test_nothing_blocks_the_event_loop(storage, run):
+    blockbuster = pytest.importorskip("blockbuster")
+    big = exchange("big", prompt="x" * 1_000_000)
+
+    async def use():
+        await asyncio.gather(storage.append(exchange("a")), storage.append(big), storage.create_scenario(base()))
+        await asyncio.gather(storage.page("s"), storage.get("s", ["a"]), storage.scenarios(), storage.check())
+        await storage.close()
+        await storage.open()
+
+    with blockbuster.blockbuster_ctx():
+        run(use())

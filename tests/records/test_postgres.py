@@ -382,17 +382,3 @@ def test_a_migration_that_is_killed_left_nothing(postgres, schema, run):
     run(storage.open())
     run(storage.append(exchange("a")))
     run(storage.close())
-
-
-def test_nothing_blocks_the_event_loop(storage, run):
-    blockbuster = pytest.importorskip("blockbuster")
-    big = exchange("big", prompt="x" * 1_000_000)
-
-    async def use():
-        await asyncio.gather(storage.append(exchange("a")), storage.append(big), storage.create_scenario(base()))
-        await asyncio.gather(storage.page("s"), storage.get("s", ["a"]), storage.scenarios(), storage.check())
-        await storage.close()
-        await storage.open()
-
-    with blockbuster.blockbuster_ctx():
-        run(use())

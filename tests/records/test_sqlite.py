@@ -271,20 +271,6 @@ def _execute(path: Path, statement: str, *values: object) -> list:
     return rows
 
 
-def test_nothing_blocks_the_event_loop(storage, run):
-    blockbuster = pytest.importorskip("blockbuster")
-    big = exchange("big", prompt="x" * 1_000_000)
-
-    async def use():
-        await asyncio.gather(storage.append(exchange("a")), storage.append(big), storage.create_scenario(base()))
-        await asyncio.gather(storage.page("s"), storage.get("s", ["a"]), storage.scenarios(), storage.check())
-        await storage.close()
-        await storage.open()
-
-    with blockbuster.blockbuster_ctx():
-        run(use())
-
-
 def test_an_older_file_is_brought_up_to_date(path, run):
     """As the first release of Reef made it, with records in it."""
     connection = sqlite3.connect(path)

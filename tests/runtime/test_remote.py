@@ -13,7 +13,7 @@ from reef.runtime.coordinator import Coordinator
 from reef.runtime.interfaces import BASE_LOAD_ID, MarkerState, ReleaseKind
 from reef.runtime.remote import MSGPACK, CoordinatorServer, RemoteChannel, publish_discovery, read_discovery
 from tests.runtime.fakes import FakeEngines, FakeTrainer, plan_of
-from tests.scenario.harness import Harness
+from tests.scenario.harness import Harness, teach
 
 
 class RemoteHarness(Harness):
@@ -45,11 +45,6 @@ class RemoteHarness(Harness):
         for server in self.servers:
             await asyncio.to_thread(server.close)
             server._coordinator.close()
-
-
-async def teach(reef: RemoteHarness, *names: str) -> None:
-    for number, name in enumerate(names):
-        await reef.feedback(name, float(number))
 
 
 def run(body, path, **recipe) -> None:

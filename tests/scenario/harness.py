@@ -165,3 +165,9 @@ class Harness:
 
     async def released(self, number: int) -> None:
         await self.until(lambda: self.scenario.head.number >= number and not self.engines.paused)
+
+
+async def teach(reef: Harness, *names: str) -> None:
+    """Feedback on one exchange for each name, with scores 0, 1, 0, 1, ..."""
+    for index, name in enumerate(names):
+        await reef.feedback(name, float(index % 2))

@@ -10,18 +10,13 @@ import pytest
 from reef.errors import EngineError, StorageError, Unavailable, WorkerDied
 from reef.runtime.interfaces import BASE_LOAD_ID, CommitKind, Disposition, MarkerState, ReleaseKind
 from reef.scenario import steps
-from tests.scenario.harness import Harness
+from tests.scenario.harness import Harness, teach
 from tests.scenario.test_scenario import run
 
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     monkeypatch.setattr(steps, "LONGEST_WAIT", 0.05)
-
-
-async def teach(reef: Harness, *names: str) -> None:
-    for index, name in enumerate(names):
-        await reef.feedback(name, float(index % 2))
 
 
 def fail_marker(reef: Harness, monkeypatch, *states: MarkerState, times: int = 1) -> None:

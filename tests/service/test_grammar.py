@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import jsonschema
 import openai
 import pytest
 
+from tests.conftest import needs
 from tests.service.conftest import Running, serving
 from tests.service.test_messages import client
 
-if find_spec("llguidance") is None or find_spec("reef.inference.local.grammar") is None:
-    pytest.skip("the engine has no grammars", allow_module_level=True)
+needs("llguidance")
 
 HELLO = [{"role": "user", "content": "Hello"}]
 SCHEMA = {

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
 
 from reef.errors import ConfigError
 from reef.inference.chat.messages import Tool
@@ -163,6 +165,15 @@ ToolFormatName = Literal[
     "auto", "none", "hermes", "qwen-coder", "llama", "mistral", "mistral-args", "deepseek-v3", "deepseek", "gpt-oss"
 ]
 ReasoningFormatName = Literal["auto", "none", "think", "mistral", "gpt-oss"]
+
+ToolFormatKey = Annotated[
+    ToolFormatName, msgspec.Meta(description="how the model writes tool calls; auto: as its chat template says")
+]
+"""As a configuration key of every engine whose model Reef renders and parses for; so is the next."""
+ReasoningFormatKey = Annotated[
+    ReasoningFormatName,
+    msgspec.Meta(description="how the model marks its reasoning; auto: as its chat template says"),
+]
 
 # The first whose every sign stands in the template decides.
 _TOOL_SIGNS: Sequence[tuple[str, tuple[str, ...]]] = (

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from reef.inference.chat.formats import ReasoningFormatName, ToolFormatName
+from reef.inference.chat.formats import ReasoningFormatKey, ToolFormatKey
 from reef.runtime.interfaces import PauseMode
 
 
@@ -64,13 +64,8 @@ class LocalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
         msgspec.Meta(description="auto: compile Reef's CPU kernels at first use where there is a C++ compiler"),
     ] = "auto"
     engines: Annotated[int, msgspec.Meta(ge=1, description="how many engines serve")] = 1
-    tool_format: Annotated[
-        ToolFormatName, msgspec.Meta(description="how the model writes tool calls; auto: as its chat template says")
-    ] = "auto"
-    reasoning_format: Annotated[
-        ReasoningFormatName,
-        msgspec.Meta(description="how the model marks its reasoning; auto: as its chat template says"),
-    ] = "auto"
+    tool_format: ToolFormatKey = "auto"
+    reasoning_format: ReasoningFormatKey = "auto"
     num_gpus: Annotated[
         Annotated[int, msgspec.Meta(ge=0)] | None,
         msgspec.Meta(description="devices that the engines have together: one each, or 0; null: as device says"),

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from reef.errors import ConfigError
-from reef.inference.chat.formats import ReasoningFormatName, ToolFormatName
+from reef.inference.chat.formats import ReasoningFormatKey, ToolFormatKey
 from reef.runtime.interfaces import PauseMode
 
 Option = bool | int | float | str | list[str]
@@ -83,13 +83,8 @@ class SGLangConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     served_model_name: Annotated[
         str | None, msgspec.Meta(description="model name that clients see; default: the directory's name")
     ] = None
-    tool_format: Annotated[
-        ToolFormatName, msgspec.Meta(description="how the model writes tool calls; auto: as its chat template says")
-    ] = "auto"
-    reasoning_format: Annotated[
-        ReasoningFormatName,
-        msgspec.Meta(description="how the model marks its reasoning; auto: as its chat template says"),
-    ] = "auto"
+    tool_format: ToolFormatKey = "auto"
+    reasoning_format: ReasoningFormatKey = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], msgspec.Meta(description="of the weights in the engine")
     ] = "auto"
