@@ -7,9 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from reef.client import ReefClient
@@ -35,7 +36,7 @@ class Server:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, environment.get("PYTHONPATH")]))
         environment["HF_HUB_OFFLINE"] = "1"
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("wb") as output:
+        with self._log.open("wb") as output, _interrupted_afterwards():
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "reef.cli", *self._arguments],
                 stdin=subprocess.DEVNULL,
@@ -103,6 +104,24 @@ class Server:
 
     def _text(self) -> str:
         return self._log.read_text(errors="replace")
+
+
+@contextmanager
+def _interrupted_afterwards() -> Iterator[None]:
+    """Hold back SIGINT and SIGTERM: a process that was born while one arrived must be known to who has to stop it."""
+    if threading.current_thread() is not threading.main_thread():  # where Python delivers no signal
+        yield
+        return
+    arrived: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = [signal.signal(number, lambda number, _: arrived.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)
+        for one in arrived:
+            signal.raise_signal(one)
 
 
 def _configures_reef(name: str) -> bool:

@@ -17,6 +17,7 @@ pytest.importorskip("openai")
 from reef.demo import run
 from reef.demo.agent import Graded, Step
 from reef.demo.run import Options, Outcome, _conclude
+from reef.demo.server import Server
 from reef.demo.show import Screen
 from reef.demo.task import held_out_examples
 
@@ -119,3 +120,20 @@ def works_in(pid: int) -> str:
         return os.readlink(f"/proc/{pid}/cwd")
     except OSError:
         return ""
+
+
+def test_an_interrupt_while_the_server_is_born_leaves_it_known(monkeypatch, tmp_path):
+    born = subprocess.Popen
+
+    def interrupted(*args, **more):
+        process = born([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+        signal.raise_signal(signal.SIGINT)
+        return process
+
+    server = Server(["--config", "none"], tmp_path / "server.log")
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        server.start()
+    assert server.alive
+    server.stop()
+    assert not server.alive
