@@ -20,6 +20,8 @@ from typing import Any
 import msgspec
 
 from reef.errors import ConfigError
+from reef.inference.headers import load_header_provider
+from reef.inference.sglang.config import SGLangConfig
 from reef.runtime.coordinator import Coordinator
 from reef.runtime.deployment import Channel, CoordinatorRuntime, EngineRuntime, LocalChannel, find_factory
 from reef.runtime.executor import make_executor
@@ -60,7 +62,10 @@ def make_handler(config: ReefConfig, endpoints: Callable[[], Sequence[str]]) -> 
         raise ConfigError(f"inference.handler-factory: cannot load {path}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, InferenceHandler)):
         raise ConfigError(f"inference.handler-factory must be a subclass of InferenceHandler, got {path}")
-    return found.from_config(config.inference.handler_config, endpoints)
+    handler = found.from_config(config.inference.handler_config, endpoints)
+    if isinstance(config.inference, SGLangConfig):
+        handler.header_provider = load_header_provider(config.inference.header_providers)
+    return handler
 
 
 # ---------------------------------------------------------------------------------------------- kinds
