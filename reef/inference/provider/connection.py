@@ -39,6 +39,7 @@ class Connection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._waiting_bytes = 0
         self._framed = False  # the end of the body shows in the bytes, not in the end of the connection
+        self._keep = False
         self._headers_complete = False
         self.complete = False
         self._error: Exception | None = None
@@ -85,7 +86,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        return self._open and self.complete and self._framed and self._parser.should_keep_alive()
+        return self._open and self.complete and self._framed and self._keep
 
     def renew(self) -> None:
         """Be ready for the next exchange."""
@@ -163,6 +164,7 @@ class Connection(asyncio.Protocol):
         status = self._parser.get_status_code()
         self._headers_complete = status >= 200
         self._framed = self._framed or status in (204, 304)
+        self._keep = self._parser.should_keep_alive()
 
     def on_body(self, data: bytes) -> None:
         self._body.append(data)
