@@ -16,13 +16,15 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
 from reef.errors import ConfigError, ReefError
-from reef.service import failures, logs, routes_health, routes_inference, routes_learning, routes_scenarios
+from reef.service import failures, logs, routes_health, routes_inference, routes_learning, routes_scenarios, scrape
 from reef.service.auth import Authentication
 from reef.service.config import ReefConfig, ServiceConfig
 from reef.service.deployment import Deployment, build
 from reef.service.gateway import Gateway
+from reef.service.observe import Observer
 
 ABORT_SECONDS = 5.0
 """Seconds beyond the grace after which connections are dropped whose clients do not read or whose calls still run."""
@@ -31,13 +33,17 @@ CANCEL_SECONDS = 10
 
 
 def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
-    """Return the application. Starting and closing the deployment is up to the caller."""
+    """Return the application; `state.observer` is the layer around it.
+
+    Starting and closing the deployment is up to the caller.
+    """
     app = Starlette(
         routes=[
             *routes_inference.ROUTES,
             *routes_learning.ROUTES,
             *routes_health.ROUTES,
             *routes_scenarios.ROUTES,
+            *scrape.ROUTES,
         ],
         middleware=[Middleware(Authentication, tokens=config.tokens)],
         exception_handlers={
@@ -48,6 +54,8 @@ def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
         },
     )
     app.state.gateway = Gateway(deployment, config)
+    paths = [route.path for route in app.routes if isinstance(route, Route) and not route.param_convertors]
+    app.state.observer = Observer(app, paths)
     return app
 
 
@@ -64,7 +72,7 @@ class GatewayServer(uvicorn.Server):
         app = create_app(deployment, config)
         super().__init__(
             uvicorn.Config(
-                app,
+                app.state.observer,
                 http="httptools",
                 ws="none",
                 lifespan="off",

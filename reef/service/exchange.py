@@ -27,9 +27,11 @@ from starlette.types import Receive, Scope, Send
 from reef.errors import Conflict, EngineError, InvalidRequest, ReefError, Unavailable
 from reef.inference.chat.choice import Delta
 from reef.inference.chat.service import ChatStream
+from reef.metrics import answers, count_tokens, first_token
 from reef.runtime.interfaces import Ending, InferenceRecord
 from reef.service.failures import failure_response
 from reef.service.gateway import Gateway
+from reef.service.observe import observed
 from reef.service.request import RECEIPT_HEADER, RequestHead, new_record_id
 from reef.service.wire.base import Api, ChatCall
 
@@ -57,6 +59,8 @@ class Exchange:
         self._sent: list[bytes] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._observed = observed()
+        self._observed.scenario, self._observed.receipt = self._head.scenario, self._record_id
         if self._head.record_id is None:
             await self._generate(scope, receive, send)
             return
@@ -95,6 +99,7 @@ class Exchange:
             watcher = asyncio.create_task(_abort_when_client_leaves(receive, stream))
             try:
                 first = await self._in_terms_of_this_api(anext(stream, None))
+                first_token(self._route).observe(time.perf_counter() - self._observed.began)
                 if first is not None and first.ending is Ending.ENGINE_CUT and not stream.began:
                     raise Unavailable(first.error or "the engine failed")
                 if head is None:  # created only now: a request that is refused creates nothing
@@ -132,7 +137,7 @@ class Exchange:
             response = Response(self._writer.whole(stream.choices, deltas), 200, media_type=JSON)
         else:
             # The client saw nothing of this answer, so its own id stays free for another try.
-            self._record_id = new_record_id()
+            self._record_id = self._observed.receipt = new_record_id()
             response = _cut_response(stream.ending, error, self._route)
         stream.abort(Ending.ENGINE_CUT)
         response.headers[RECEIPT_HEADER] = self._record_id
@@ -203,6 +208,7 @@ class Exchange:
                 fork_of=stream.prompt.fork_of,
             )
         )
+        _count(self._head.scenario, stream)
         self._gateway.deployment.chat.remember(stream, self._record_id)
 
     def _stream_headers(self) -> list[tuple[bytes, bytes]]:
@@ -212,6 +218,16 @@ class Exchange:
             (b"x-accel-buffering", b"no"),
             (RECEIPT_HEADER.encode(), self._record_id.encode()),
         ]
+
+
+def _count(scenario: str, stream: ChatStream) -> None:
+    prompt = completion = cached = 0
+    for generation in stream.generations:
+        answers(generation.ending).inc()
+        prompt += len(generation.prompt_ids)
+        completion += len(generation.output_ids)
+        cached += generation.cached_tokens
+    count_tokens(scenario, prompt, completion, cached)
 
 
 async def _abort_when_client_leaves(receive: Receive, stream: ChatStream) -> None:
