@@ -56,6 +56,7 @@ class ObservabilityConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unkn
     log_format: Annotated[Literal["text", "json"], Meta(description="lines for people, or one JSON object a line")] = (
         "text"
     )
+    access_log: Annotated[bool, Meta(description="log a line for each request that was answered")] = False
 
 
 class NoTraining(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, rename="kebab"):

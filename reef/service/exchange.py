@@ -31,7 +31,7 @@ from reef.metrics import answers, count_tokens, first_token
 from reef.runtime.interfaces import Ending, InferenceRecord
 from reef.service.failures import failure_response
 from reef.service.gateway import Gateway
-from reef.service.observe import observed
+from reef.service.observe import working_for
 from reef.service.request import RECEIPT_HEADER, RequestHead, new_record_id
 from reef.service.wire.base import Api, ChatCall
 
@@ -59,8 +59,7 @@ class Exchange:
         self._sent: list[bytes] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._observed = observed()
-        self._observed.scenario, self._observed.receipt = self._head.scenario, self._record_id
+        self._observed = working_for(self._head.scenario, self._record_id)
         if self._head.record_id is None:
             await self._generate(scope, receive, send)
             return

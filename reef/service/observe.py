@@ -25,6 +25,7 @@ CLIENT_LEFT = 499  # nothing was answered
 _ALLOWED = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
 
 access = logging.getLogger("reef.access")
+log = logging.getLogger("reef.service")
 
 
 @dataclass(slots=True)
@@ -41,9 +42,11 @@ class Observed:
 _CURRENT: ContextVar[Observed | None] = ContextVar("reef_request", default=None)
 
 
-def observed() -> Observed:
-    """The request that this task works for; a fresh one that nobody looks at, if there is none."""
-    return _CURRENT.get() or Observed("")
+def working_for(scenario: str, receipt: str) -> Observed:
+    """What the request of this task turned out to be about."""
+    request = _CURRENT.get() or Observed("")
+    request.scenario, request.receipt = scenario, receipt
+    return request
 
 
 def current() -> Observed | None:
@@ -83,6 +86,8 @@ class Observer:
         self.in_flight += 1
         try:
             await self._app(scope, receive, send_named)
+        except Exception:  # a bug; the client has its 500, or an answer that the server breaks off
+            log.exception("%s %s", scope["method"], _path(scope))
         finally:
             self.in_flight -= 1
             self._count(scope, status, time.perf_counter() - seen.began)
@@ -98,7 +103,7 @@ class Observer:
         found[0].inc()
         found[1].observe(seconds)
         if access.isEnabledFor(logging.INFO):
-            path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")[:300]  # never the query
+            path = _path(scope)
             fields = {"method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 6)}
             access.info("%s %s %d %.1f ms", scope["method"], path, status, 1000 * seconds, extra={"fields": fields})
 
@@ -106,6 +111,12 @@ class Observer:
         if (matched := scope.get("route")) is not None:
             return str(matched.path)
         return scope["path"] if scope["path"] in self._paths else "other"
+
+
+def _path(scope: Scope) -> str:
+    """As it was sent, without its query."""
+    sent: bytes = scope.get("raw_path") or scope["path"].encode()
+    return sent.decode("ascii", "backslashreplace")[:300]
 
 
 def _request_id(scope: Scope) -> bytes:
