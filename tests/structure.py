@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIDDLE = {"records", "artifact", "inference", "train", "recipe"}
-BASE = {"reef", "errors", "points", "directories", "device", "metrics", "interfaces"}
+BASE = {"reef", "errors", "points", "directories", "device", "metrics", "tracing", "interfaces"}
 BELOW_SERVICE = BASE | MIDDLE | {"runtime", "scenario"}
 
 # Which rooms a room may import, besides itself.
@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "directories": {"reef"},
     "device": {"reef", "errors"},
     "metrics": {"reef"},
+    "tracing": {"reef", "errors"},
     "interfaces": {"reef", "errors"},
     "client": {"reef", "errors"},
     **dict.fromkeys(MIDDLE, BASE),

@@ -31,6 +31,7 @@ from reef.runtime.interfaces import (
     ScenarioState,
     Storage,
 )
+from reef.tracing import span
 
 T = TypeVar("T")
 
@@ -96,7 +97,8 @@ class SqlStorage(Storage):
     async def append(self, record: Record) -> Record:
         began = time.perf_counter()
         encoded = await asyncio.to_thread(encode, record) if _size(record) > _LARGE else encode(record)
-        sequence, created_at = await self._write(self._appending(encoded), _APPENDS[encoded.kind])
+        with span("append", kind=encoded.kind, record_id=record.record_id):
+            sequence, created_at = await self._write(self._appending(encoded), _APPENDS[encoded.kind])
         APPEND_SECONDS.observe(time.perf_counter() - began)
         APPENDED_BYTES.inc(len(encoded.payload))
         stored = encoded.record

@@ -46,6 +46,7 @@ from reef.runtime.interfaces import (
     TrainJob,
     WeightKind,
 )
+from reef.tracing import span
 
 log = logging.getLogger("reef.scenario")
 
@@ -238,7 +239,10 @@ class Steps:
             if flight.candidate is None:
                 assert flight.job is not None
                 began = time.perf_counter()
-                flight.candidate = await candidates.train(flight.job, flight.runtime_load_id)
+                with span(
+                    "training step", scenario=self.name, job_id=flight.job_id, samples=len(flight.job.signal.samples)
+                ):
+                    flight.candidate = await candidates.train(flight.job, flight.runtime_load_id)
                 TRAINING_SECONDS.observe(time.perf_counter() - began)
                 flight.begun = True
             if not flight.adopted:
@@ -249,8 +253,9 @@ class Steps:
         assert flight.decision is not None
         if flight.decision.selected:
             assert flight.candidate is not None
-            await candidates.publish(flight.candidate)
-            await self._release(flight, flight.candidate)
+            with span("publication", scenario=self.name, job_id=flight.job_id):
+                await candidates.publish(flight.candidate)
+                await self._release(flight, flight.candidate)
         else:
             await self._write_off(flight, flight.decision.reason)
 

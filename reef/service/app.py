@@ -18,6 +18,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
+from reef import tracing
 from reef.errors import ConfigError, ReefError
 from reef.service import failures, logs, routes_health, routes_inference, routes_learning, routes_scenarios, scrape
 from reef.service.auth import Authentication
@@ -144,9 +145,14 @@ def serve(config: ReefConfig) -> None:
     A second SIGINT cuts what still runs. Raises ConfigError, and whatever keeps the deployment from starting.
     """
     logs.configure(config.observability)
+    if config.observability.trace_endpoint is not None:
+        tracing.send_to(config.observability.trace_endpoint)
     server = GatewayServer(build(config), config.reef, _announce)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run_in_main_thread(server))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run_in_main_thread(server))
+    finally:
+        tracing.close()
 
 
 async def _run_in_main_thread(server: GatewayServer) -> None:

@@ -13,11 +13,13 @@ import time
 from collections.abc import Collection
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reef.metrics import REQUEST_SECONDS, REQUESTS
+from reef.tracing import request_span
 
 REQUEST_ID = b"x-request-id"
 CLIENT_LEFT = 499  # nothing was answered
@@ -85,7 +87,12 @@ class Observer:
         token = _CURRENT.set(seen)
         self.in_flight += 1
         try:
-            await self._app(scope, receive, send_named)
+            with request_span(scope["method"], scope["headers"]) as span:
+                try:
+                    await self._app(scope, receive, send_named)
+                finally:
+                    if span is not None:
+                        self._describe(span, scope, seen, status)
         except Exception:  # a bug; the client has its 500, or an answer that the server breaks off
             log.exception("%s %s", scope["method"], _path(scope))
         finally:
@@ -106,6 +113,13 @@ class Observer:
             path = _path(scope)
             fields = {"method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 6)}
             access.info("%s %s %d %.1f ms", scope["method"], path, status, 1000 * seconds, extra={"fields": fields})
+
+    def _describe(self, span: Any, scope: Scope, seen: Observed, status: int) -> None:
+        route = self._route(scope)
+        span.update_name(f"{scope['method']} {route}")
+        found = {"request_id": seen.request_id, "scenario": seen.scenario, "receipt": seen.receipt}
+        span.set_attributes({f"reef.{name}": value for name, value in found.items() if value})
+        span.set_attributes({"http.route": route, "http.response.status_code": status})
 
     def _route(self, scope: Scope) -> str:
         if (matched := scope.get("route")) is not None:
