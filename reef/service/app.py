@@ -22,6 +22,7 @@ from reef.service import failures, forwarding, logs, routes_health, routes_infer
 from reef.service.auth import Authentication
 from reef.service.config import ReefConfig, ServiceConfig
 from reef.service.deployment import Deployment
+from reef.service.direct import DirectRoutes
 from reef.service.gateway import Gateway
 from reef.service.upstream import build
 
@@ -33,14 +34,15 @@ CANCEL_SECONDS = 10
 
 def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
     """Return the application. Starting and closing the deployment is up to the caller."""
+    routes = [
+        *(routes_inference.ROUTES if deployment.provider is None else forwarding.ROUTES),
+        *routes_learning.ROUTES,
+        *routes_health.ROUTES,
+        *routes_scenarios.ROUTES,
+    ]
     app = Starlette(
-        routes=[
-            *(routes_inference.ROUTES if deployment.provider is None else forwarding.ROUTES),
-            *routes_learning.ROUTES,
-            *routes_health.ROUTES,
-            *routes_scenarios.ROUTES,
-        ],
-        middleware=[Middleware(Authentication, tokens=config.tokens)],
+        routes=routes,
+        middleware=[Middleware(Authentication, tokens=config.tokens), Middleware(DirectRoutes, routes=routes)],
         exception_handlers={
             ReefError: failures.on_reef_error,
             HTTPException: failures.on_http_exception,
