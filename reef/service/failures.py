@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from reef.errors import NotFound, ReefError, RequestTooLarge, Unauthorized, Unavailable, http_status
+from reef.metrics import ERRORS
 from reef.service.wire import messages, openai
 
 log = logging.getLogger("reef.service")
@@ -19,6 +20,7 @@ def failure_response(
     error: ReefError, path: str, status: int | None = None, headers: dict[str, str] | None = None
 ) -> Response:
     """Return the response for `error` on a route; 503 carries Retry-After."""
+    ERRORS.labels(type(error).__name__).inc()
     status = status or http_status(error)
     sent = dict(headers or {})
     if status == 503:
