@@ -137,7 +137,7 @@ class Client(asyncio.Protocol):
             self.receipt = value
 
     def on_message_complete(self) -> None:
-        if self.parser.get_status_code() != 200:
+        if self.parser.get_status_code() not in (200, 201):
             self.answer.set_exception(RuntimeError(f"status {self.parser.get_status_code()}"))
         else:
             self.answer.set_result(self.receipt)
