@@ -303,14 +303,16 @@ def fill(data: Path, number: int) -> None:
 
 def show(results: dict) -> None:
     print(f"load average {results['load_average']:.1f}, {os.cpu_count()} CPUs, medians of {results['rounds']} rounds")
-    print("| | direct/s | Reef/s | ratio | added p50, ms | added p99, ms | Reef's processor time a request, ms |")
-    print("| --- |" + " ---: |" * 6)
+    print(
+        "| | direct/s | Reef/s | ratio | added p50, ms | added p99, ms | Reef's processor time, ms | the dummy's, ms |"
+    )
+    print("| --- |" + " ---: |" * 7)
     for case, sides in results["cases"].items():
         direct, through = sides["direct"], sides["reef"]
         print(
             f"| {case} | {direct['per_second']:,.0f} | {through['per_second']:,.0f} "
             f"| {through['per_second'] / direct['per_second']:.2f} | {through['p50_ms'] - direct['p50_ms']:.2f} "
-            f"| {through['p99_ms'] - direct['p99_ms']:.2f} | {through['cpu_ms']:.3f} |"
+            f"| {through['p99_ms'] - direct['p99_ms']:.2f} | {through['cpu_ms']:.3f} | {direct['cpu_ms']:.3f} |"
         )
     report, scenario = results["reports"], results["scenarios"]
     print(

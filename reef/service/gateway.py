@@ -23,8 +23,8 @@ from reef.service.recall import Recall
 CUT_SECONDS = 2.0
 """How long a cut exchange may take to be recorded; one that waits for a client that does not read is cancelled then."""
 
-RECENT_RECEIPTS = 50_000
-"""Answers that are known to be stored without asking the store, some 10 MB of them."""
+RECENT_RECEIPTS = 16_384
+"""Answers that are known to be stored without asking the store, some 4 MB of them."""
 
 
 class Gateway:
