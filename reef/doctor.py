@@ -21,11 +21,13 @@ from urllib.parse import urlsplit
 from reef import __version__
 from reef.errors import ConfigError, ReefError
 from reef.inference.local.config import LocalConfig
+from reef.inference.provider.config import ProviderConfig
 from reef.inference.sglang.config import SGLangConfig
 from reef.inference.sglang.environment import require_interpreter
 from reef.records.config import PostgresConfig, SqliteConfig
 from reef.records.opening import describe
 from reef.service.config import NoTraining, ReefConfig
+from reef.train.torch_backend.config import TorchConfig
 
 GIB = 1024**3
 DISK_FAIL, DISK_WARN = GIB // 4, 2 * GIB  # bytes free under the data directory
@@ -53,18 +55,40 @@ def examine(config: ReefConfig | None, problem: ConfigError | None = None) -> li
     training = "nothing trains" if isinstance(config.training, NoTraining) else "it trains"
     checks.append(Check("configuration", "ok", f"valid; {training}"))
     checks += [_packages(extra, what) for extra, what in _extras(config)]
-    model = Path(config.inference.model_path)
     data = Path(config.reef.data_dir)
     later: list[Callable[[], Check]] = [
-        lambda: _model_files(model),
-        lambda: _model_loads(model),
-        lambda: _device(config),
-        lambda: _engine(config.inference),
+        *_model_checks(config),
         lambda: _data_directory(data),
         lambda: _storage(config.storage, data),
         lambda: _port(config.reef.host, config.reef.port),
     ]
     return [*checks, *(check() for check in later)]
+
+
+def _model_checks(config: ReefConfig) -> list[Callable[[], Check]]:
+    inference = config.inference
+    if isinstance(inference, ProviderConfig):
+        return [lambda: _upstream(inference.upstream_url)]
+    model = Path(inference.model_path)
+    return [
+        lambda: _model_files(model),
+        lambda: _model_loads(model),
+        lambda: _device(inference, config.training),
+        lambda: _engine(inference),
+    ]
+
+
+def _upstream(url: str) -> Check:
+    """Whether anybody listens there; nothing is asked."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((str(parts.hostname), port), timeout=5.0).close()
+    except OSError as error:
+        return Check(
+            "upstream", "fail", f"{parts.hostname}:{port}: {error}", "-> inference.upstream-url, or the network"
+        )
+    return Check("upstream", "ok", f"{parts.hostname}:{port} accepts connections")
 
 
 def _python() -> Check:
@@ -74,7 +98,8 @@ def _python() -> Check:
 
 def _extras(config: ReefConfig) -> Iterator[tuple[str, str]]:
     """Optional dependencies that this configuration uses, and what for."""
-    yield "local", "model"
+    if not isinstance(config.inference, ProviderConfig):
+        yield "local", "model"
     if isinstance(config.storage, PostgresConfig):
         yield "postgres", "storage"
     if config.execution.executor == "ray" or config.execution.runtime == "ray_training":
@@ -210,12 +235,12 @@ def _model_loads(model: Path) -> Check:
     return Check(name, "ok", detail)
 
 
-def _device(config: ReefConfig) -> Check:
+def _device(inference: LocalConfig | SGLangConfig, training: NoTraining | TorchConfig) -> Check:
     """What the engines and the trainer would compute on."""
     name = "device"
-    wanted = {"inference.device": getattr(config.inference, "resolved_device", config.inference.device)}
-    if not isinstance(config.training, NoTraining):
-        wanted["training.device"] = config.training.device
+    wanted = {"inference.device": getattr(inference, "resolved_device", inference.device)}
+    if not isinstance(training, NoTraining):
+        wanted["training.device"] = training.device
     try:
         import torch
     except ImportError as error:
@@ -224,7 +249,7 @@ def _device(config: ReefConfig) -> Check:
     if torch.cuda.is_available():
         found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         gpus = ", ".join(f"{gpu.name} ({gpu.total_memory / GIB:.0f} GiB)" for gpu in found)
-        needed = config.inference.num_gpus or 0
+        needed = inference.num_gpus or 0
         if needed > len(found):
             return Check(name, "fail", f"{gpus}; {build}", f"-> inference.num-gpus is {needed}: there are {len(found)}")
         return Check(name, "ok", f"{gpus}; CUDA {torch.version.cuda}; {build}")

@@ -20,12 +20,22 @@ from starlette.routing import Route
 
 from reef import tracing
 from reef.errors import ConfigError, ReefError
-from reef.service import failures, logs, routes_health, routes_inference, routes_learning, routes_scenarios, scrape
+from reef.service import (
+    failures,
+    forwarding,
+    logs,
+    routes_health,
+    routes_inference,
+    routes_learning,
+    routes_scenarios,
+    scrape,
+)
 from reef.service.auth import Authentication
 from reef.service.config import ReefConfig, ServiceConfig
-from reef.service.deployment import Deployment, build
+from reef.service.deployment import Deployment
 from reef.service.gateway import Gateway
 from reef.service.observe import Observer
+from reef.service.upstream import build
 
 ABORT_SECONDS = 5.0
 """Seconds beyond the grace after which connections are dropped whose clients do not read or whose calls still run."""
@@ -40,7 +50,7 @@ def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
     """
     app = Starlette(
         routes=[
-            *routes_inference.ROUTES,
+            *(routes_inference.ROUTES if deployment.provider is None else forwarding.ROUTES),
             *routes_learning.ROUTES,
             *routes_health.ROUTES,
             *routes_scenarios.ROUTES,

@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from reef.errors import NotFound, Unavailable
 from reef.inference.chat.service import ChatStream
+from reef.inference.provider.reply import Reply
 from reef.runtime.interfaces import Ending
 from reef.scenario.scenario import Scenario
 from reef.service.config import ServiceConfig
@@ -30,7 +31,7 @@ class Gateway:
         self.deployment = deployment
         self.config = config
         self.started_at = time.time()
-        self._streams: dict[ChatStream, asyncio.Task[Any]] = {}
+        self._streams: dict[ChatStream | Reply, asyncio.Task[Any]] = {}
         self._claims: dict[tuple[str, str], asyncio.Event] = {}
         self._closing = False
 
@@ -79,7 +80,7 @@ class Gateway:
             done.set()
 
     @asynccontextmanager
-    async def generating(self, stream: ChatStream) -> AsyncIterator[None]:
+    async def generating(self, stream: ChatStream | Reply) -> AsyncIterator[None]:
         """Register a stream, so that shutdown can cut it; always closes it."""
         task = asyncio.current_task()
         assert task is not None
