@@ -2,10 +2,10 @@
 
     python -m benchmarks.load [--seconds 60] [--gateways 2] [--clients 16] [--kill-every 10] [--json FILE]
 
-Each gateway is `reef serve` on the tiny model. Clients ask with ids of their own; whatever does not come back as 200 is
-asked again with the same id, of whichever gateway comes next. Every tenth answer is asked for once more elsewhere, and
-every answer is reported. In the end the database must hold each acknowledged answer and report, once, as the client saw
-it. Exit code 1 if it does not. PostgreSQL is started from the binaries on this machine.
+Each gateway is `reef serve` in front of a provider that this program plays. Clients ask with ids of their own; whatever
+does not come back as 200 is asked again with the same id, of whichever gateway comes next. Every tenth answer is asked
+for once more elsewhere, and every answer is reported. In the end the database must hold each acknowledged answer and
+report, once, as the client saw it. Exit code 1 if it does not. PostgreSQL is started from the binaries on this machine.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import argparse
 import asyncio
 import itertools
 import json
+import multiprocessing
+import multiprocessing.connection
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,12 +30,54 @@ import httpx
 from reef.demo.server import Server
 from reef.records.opening import storage_at
 from reef.runtime.interfaces import InferenceRecord, ReportRecord
-from tests.models import tiny_llama
 from tests.postgres_server import running_server
 
 RECEIPT = "x-reef-agent-record-id"
 START_SECONDS = 300.0
 GIVE_UP_SECONDS = 120.0  # for one request, over all of its attempts
+
+
+def serve_answers(port: multiprocessing.connection.Connection) -> None:
+    """A provider of chat completions: each answer says what was asked, whole or as a stream."""
+
+    async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                body = json.loads(await reader.readexactly(int(head.split(b"content-length:")[1].split(b"\r\n")[0])))
+                said = {"role": "assistant", "content": body["messages"][-1]["content"]}
+                choice = {"index": 0, "finish_reason": "stop"}
+                if body.get("stream"):
+                    kind, end = "text/event-stream", b"data: [DONE]\n\n"
+                    content = b"data: " + json.dumps({"choices": [{**choice, "delta": said}]}).encode() + b"\n\n" + end
+                else:
+                    kind, content = "application/json", json.dumps({"choices": [{**choice, "message": said}]}).encode()
+                start = f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: {len(content)}\r\n\r\n"
+                writer.write(start.encode() + content)
+                await writer.drain()
+        writer.close()
+
+    async def serve() -> None:
+        server = await asyncio.start_server(converse, "127.0.0.1", 0)
+        port.send(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    asyncio.run(serve())
+
+
+@contextmanager
+def provider() -> Iterator[str]:
+    """The URL of a provider in a process of its own."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve_answers, args=(there,), daemon=True)
+    process.start()
+    try:
+        if not here.poll(START_SECONDS):
+            raise TimeoutError("the provider did not start")
+        yield f"http://127.0.0.1:{here.recv()}"
+    finally:
+        process.kill()
+        process.join()
 
 
 class Gateway:
@@ -44,7 +88,7 @@ class Gateway:
         self._arguments = [f"--{key}={value}" for key, value in own.items()]
         self._directory = directory / f"gateway-{number}"
         self._runs = itertools.count(1)
-        self.server: Server
+        self.server: Server | None = None
         self.up = False
 
     def start(self) -> None:
@@ -59,9 +103,12 @@ class Gateway:
         self.process.kill()
         self.process.wait()
 
+    def stop(self) -> None:
+        if self.server is not None:
+            self.server.stop()
+
     @property
     def process(self):
-        assert self.server._process is not None
         return self.server._process
 
 
@@ -97,7 +144,6 @@ class Clients:
             body = {
                 "model": "any",
                 "messages": [{"role": "user", "content": f"{number} {turn}"}],
-                "max_tokens": 4,
                 "stream": turn % 2 == 1,
             }
             answer = await self._until_served("/v1/chat/completions", body, name)
@@ -186,11 +232,9 @@ def main() -> None:
     parser.add_argument("--kill-every", type=float, default=10.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, running_server(fsync=True) as postgres:
+    with tempfile.TemporaryDirectory() as name, running_server(fsync=True) as postgres, provider() as upstream:
         flags = {
-            "inference.model-path": tiny_llama(),
-            "inference.threads": 1,
-            "inference.kv-cache-tokens": 4096,
+            "inference.upstream-url": upstream,
             "storage.backend": "postgres",
             "storage.url": postgres.url,
             "storage.schema": "load",
@@ -205,8 +249,7 @@ def main() -> None:
             took = time.monotonic() - began
         finally:
             for gateway in gateways:
-                with suppress(AttributeError):  # never started
-                    gateway.server.stop()
+                gateway.stop()
         asyncio.run(examine(f"{postgres.url}&schema=load", outcome))
     print(f"{options.gateways} gateways, {options.clients} clients, {took:.0f} s:")
     for what, number in sorted(outcome.counts.items()):

@@ -1,11 +1,11 @@
-"""Does the gateway's memory stay flat? `reef serve` on the tiny model, many requests, its resident memory at intervals.
+"""Does the gateway's memory stay flat? Many requests through `reef serve`, and its resident memory at intervals.
 
     python -m benchmarks.soak [--seconds 120] [--clients 16] [--samples 12] [--json FILE]
 
 Every request is a conversation of its own with an id and a report, half of them streamed, over as many scenarios as
-there are clients. Measured is the service's process (gateway, store, scheduler); the engine is another one. Growth is
-what the last half of the run added, by a straight line through its samples; the first half fills caches that are
-bounded. Exit code 1 if that is more than --limit MiB.
+there are clients; a provider that this program plays answers. Growth is what the last half of the run added, by a
+straight line through its samples; the first half fills caches that are bounded. Exit code 1 if that is more than
+--limit MiB.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.load import Gateway
-from tests.models import tiny_llama
+from benchmarks.load import Gateway, provider
 
 
 def resident(pid: int) -> float:
@@ -61,7 +60,6 @@ class Soak:
             body = {
                 "model": "any",
                 "messages": [{"role": "user", "content": f"{number} {turn}"}],
-                "max_tokens": 1,
                 "stream": turn % 2 == 1,
             }
             receipt, scenario = f"soak-{number}-{turn}", {"x-reef-scenario": f"soak-{number}"}
@@ -87,9 +85,8 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=10.0, help="MiB that the last half may add")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        flags = {"inference.model-path": tiny_llama(), "inference.threads": 1, "inference.kv-cache-tokens": 4096}
-        gateway = Gateway(0, Path(name), flags)
+    with tempfile.TemporaryDirectory() as name, provider() as upstream:
+        gateway = Gateway(0, Path(name), {"inference.upstream-url": upstream})
         gateway.start()
         try:
             began = time.monotonic()
@@ -97,7 +94,7 @@ def main() -> None:
             samples = asyncio.run(Soak(gateway.server.url).run(options.clients, options.seconds, options.samples, pid))
             rate = samples[-1][0] / (time.monotonic() - began)
         finally:
-            gateway.server.stop()
+            gateway.stop()
     number, grown = growth(samples)
     print(f"{samples[-1][0]:,} requests, {rate:.0f} a second; the last {number:,} added {grown:.1f} MiB")
     if options.json is not None:
