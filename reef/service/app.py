@@ -23,6 +23,7 @@ from reef.service.auth import Authentication
 from reef.service.config import ReefConfig, ServiceConfig
 from reef.service.deployment import Deployment, build
 from reef.service.gateway import Gateway
+from reef.service.http import BoundedProtocol
 
 ABORT_SECONDS = 5.0
 """Seconds beyond the grace after which connections are dropped whose clients do not read or whose calls still run."""
@@ -65,7 +66,7 @@ class GatewayServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=BoundedProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -32,6 +32,16 @@ class ServiceConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
         Meta(description="bearer tokens that may call; none: loopback only", extra={"secret": True}),
     ] = msgspec.field(default_factory=list)
     max_body_bytes: Annotated[int, Meta(description="largest request body, in bytes", ge=1024)] = 10 * 1024 * 1024
+    body_timeout: Annotated[
+        float, Meta(description="seconds that a request body may take to arrive", gt=0.0, le=3600.0)
+    ] = 60.0
+    max_json_depth: Annotated[int, Meta(description="deepest nesting of a request's JSON", ge=8, le=200)] = 64
+    max_messages: Annotated[
+        int,
+        Meta(description="most messages, or prompts, of one request, with what it goes on from", ge=1, le=1_000_000),
+    ] = 10_000
+    max_concurrent_requests: Annotated[int, Meta(description="most requests of one token at a time", ge=1)] = 1024
+    max_scenarios: Annotated[int, Meta(description="most scenarios; a request for one more gets 429", ge=1)] = 10_000
     shutdown_grace: Annotated[
         float, Meta(description="seconds that running requests get to finish at shutdown", ge=0.0, le=3600.0)
     ] = 10.0

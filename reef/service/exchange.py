@@ -90,6 +90,8 @@ class Exchange:
         self._gateway.admit()
         scenario = await self._gateway.existing(self._head.scenario)
         head = scenario.head if scenario is not None else None
+        if head is None:
+            self._gateway.check_room()
         stream = await self._in_terms_of_this_api(self._start())
         async with self._gateway.generating(stream):
             watcher = asyncio.create_task(_abort_when_client_leaves(receive, stream))
@@ -98,7 +100,7 @@ class Exchange:
                 if first is not None and first.ending is Ending.ENGINE_CUT and not stream.began:
                     raise Unavailable(first.error or "the engine failed")
                 if head is None:  # created only now: a request that is refused creates nothing
-                    head = (await self._gateway.deployment.scenario(self._head.scenario, create=True)).head
+                    head = (await self._gateway.scenario(self._head.scenario)).head
                 self._release_id = head.release_id
                 if self._call.stream and first is not None:
                     await self._send_stream(stream, first, send)

@@ -11,16 +11,22 @@ from typing import Any
 
 from starlette.requests import Request
 
-from reef.errors import NotFound, Unavailable
+from reef.errors import NotFound, RequestTooLarge, TooManyRequests, Unavailable
+from reef.inference.chat.messages import Conversation
 from reef.inference.chat.service import ChatStream
 from reef.runtime.interfaces import Ending
 from reef.scenario.scenario import Scenario
 from reef.service.config import ServiceConfig
 from reef.service.deployment import Deployment
 from reef.service.recall import Recall
+from reef.service.request import read_body
+from reef.service.wire.base import check_nesting
 
 CUT_SECONDS = 2.0
 """How long a cut exchange may take to be recorded; one that waits for a client that does not read is cancelled then."""
+
+RETRY_SECONDS = 60.0
+"""When to ask again for a scenario over the limit: nothing makes room but an operator."""
 
 
 class Gateway:
@@ -32,6 +38,7 @@ class Gateway:
         self.started_at = time.time()
         self._streams: dict[ChatStream, asyncio.Task[Any]] = {}
         self._claims: dict[tuple[str, str], asyncio.Event] = {}
+        self._opening: set[str] = set()  # scenarios that are being made
         self._closing = False
 
     @staticmethod
@@ -48,12 +55,40 @@ class Gateway:
     def in_flight(self) -> int:
         return len(self._streams)
 
+    async def body(self, request: Request) -> bytes:
+        """The request's body, within the configured limits. Raises RequestTooLarge, TooSlow, ClientDisconnect."""
+        content = await read_body(request, self.config.max_body_bytes, self.config.body_timeout)
+        check_nesting(content, self.config.max_json_depth)
+        return content
+
+    def check_messages(self, conversation: Conversation, field: str) -> None:
+        """Raises RequestTooLarge naming `field`."""
+        if (number := len(conversation.messages)) > (limit := self.config.max_messages):
+            raise RequestTooLarge(f"at most {limit} messages, got {number}", field)
+
     async def existing(self, scenario: str) -> Scenario | None:
         """The scenario, or None; never creates it."""
         try:
             return await self.deployment.scenario(scenario, create=False)
         except NotFound:
             return None
+
+    def check_room(self) -> None:
+        """Raises TooManyRequests if no other scenario may be made."""
+        if len(self.deployment.scenarios()) + len(self._opening) >= self.config.max_scenarios:
+            raise TooManyRequests(f"no more than {self.config.max_scenarios} scenarios may be made", RETRY_SECONDS)
+
+    async def scenario(self, name: str) -> Scenario:
+        """The scenario, made on first use. Raises TooManyRequests."""
+        if (found := await self.existing(name)) is not None:
+            return found
+        if name not in self._opening:
+            self.check_room()
+        self._opening.add(name)
+        try:
+            return await self.deployment.scenario(name, create=True)
+        finally:
+            self._opening.discard(name)
 
     async def health(self) -> list[str]:
         """Why it cannot serve or store; empty when it can."""

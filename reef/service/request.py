@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import time
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 
-from reef.errors import InvalidRequest, RequestTooLarge
+from reef.errors import InvalidRequest, RequestTooLarge, TooSlow
 
 SCENARIO_HEADER = "x-reef-scenario"
 RECORD_HEADER = "x-reef-record-id"
@@ -74,11 +75,19 @@ def _tag_value(value: bytes, header: str) -> str:
         return value.decode("latin-1")
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """Read the whole body, but stop at the limit. Raises RequestTooLarge, ClientDisconnect."""
+async def read_body(request: Request, limit: int, seconds: float) -> bytes:
+    """Read the whole body, but stop at the limit. Raises RequestTooLarge, TooSlow, ClientDisconnect."""
     declared = request.headers.get("content-length")
     if declared is not None and declared.isdecimal() and int(declared[:20]) > limit:
         raise _too_large(limit)
+    try:
+        async with asyncio.timeout(seconds):
+            return await _read(request, limit)
+    except TimeoutError:
+        raise TooSlow(f"the body did not arrive within {seconds:g} seconds") from None
+
+
+async def _read(request: Request, limit: int) -> bytes:
     receive = request.receive
     parts: list[bytes] = []
     size = 0

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from reef.errors import InvalidRequest, NotFound
 from reef.service.exchange import Exchange
 from reef.service.gateway import Gateway
-from reef.service.request import read_body, read_head
+from reef.service.request import read_head
 from reef.service.wire import messages, openai
 from reef.service.wire.base import Api
 from reef.service.wire.chat import CHAT
@@ -27,8 +27,10 @@ def exchange_route(api: Api) -> Route:
     async def ask(request: Request) -> ASGIApp:
         gateway = Gateway.of(request)
         head = read_head(request, gateway.config.default_scenario)
-        body = await read_body(request, gateway.config.max_body_bytes)
+        body = await gateway.body(request)
         call = await gateway.recall.goes_on(head.scenario, api.parse(body))
+        if call.conversation is not None:
+            gateway.check_messages(call.conversation, call.fields.get("messages", "messages"))
         await gateway.recall.prepare(head.scenario, call)
         return Exchange(gateway, head, call, api, body)
 
@@ -40,7 +42,8 @@ async def count_tokens(request: Request) -> Response:
     """`POST /v1/messages/count_tokens`: how long a prompt would be. Records nothing."""
     gateway = Gateway.of(request)
     head = read_head(request, gateway.config.default_scenario)
-    conversation = messages.parse_count(await read_body(request, gateway.config.max_body_bytes))
+    conversation = messages.parse_count(await gateway.body(request))
+    gateway.check_messages(conversation, "messages")
     ids = await gateway.deployment.chat.prompt_ids(conversation, head.scenario)
     return _json(messages.count_body(len(ids)))
 

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from reef.errors import InvalidRequest, UnknownReceipt
 from reef.runtime.interfaces import InferenceRecord, InstructionRecord, ReportRecord
 from reef.service.gateway import Gateway
-from reef.service.request import RECORD_HEADER, checked_name, new_record_id, read_body, read_head
+from reef.service.request import RECORD_HEADER, checked_name, new_record_id, read_head
 from reef.service.wire.base import decode_body
 
 MAX_REFERENCES = 10_000
@@ -40,7 +40,7 @@ async def report(request: Request) -> Response:
     """`POST /reef/report`: store feedback on answers of one scenario; never creates the scenario."""
     gateway = Gateway.of(request)
     head = read_head(request, gateway.config.default_scenario)
-    body = decode_body(_REPORT, await read_body(request, gateway.config.max_body_bytes))
+    body = decode_body(_REPORT, await gateway.body(request))
     record = ReportRecord(
         record_id=_record_id(body.agent_record_id, head.record_id),
         scenario=head.scenario,
@@ -67,12 +67,12 @@ async def train(request: Request) -> Response:
     """`POST /reef/train`: store a training instruction; its body is the recipe's to understand."""
     gateway = Gateway.of(request)
     head = read_head(request, gateway.config.default_scenario)
-    body = decode_body(_INSTRUCTION, await read_body(request, gateway.config.max_body_bytes))
+    body = decode_body(_INSTRUCTION, await gateway.body(request))
     own_id = body.pop("agent_record_id", None)
     if own_id is not None and not isinstance(own_id, str):
         raise InvalidRequest(f"agent_record_id must be a string, got {own_id!r}", "agent_record_id")
     record_id = _record_id(own_id, head.record_id)
-    scenario = await gateway.deployment.scenario(head.scenario, create=True)
+    scenario = await gateway.scenario(head.scenario)
     record = InstructionRecord(record_id=record_id, scenario=head.scenario, created_at=time.time(), body=body)
     stored = await scenario.instruct(record)
     return _json({"agent_record_id": stored.record_id, "scenario": stored.scenario})

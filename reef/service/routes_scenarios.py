@@ -24,7 +24,7 @@ from reef.runtime.interfaces import (
 )
 from reef.scenario.scenario import Scenario
 from reef.service.gateway import Gateway
-from reef.service.request import checked_name, read_body
+from reef.service.request import checked_name
 from reef.service.wire.base import decode_body, locate
 
 Query = TypeVar("Query", bound=Struct)
@@ -85,7 +85,7 @@ async def create_scenario(request: Request) -> Response:
     gateway = Gateway.of(request)
     name = checked_name((await _body(request, _NEW_SCENARIO)).name, "name")
     existing = await gateway.existing(name)
-    scenario = existing or await gateway.deployment.scenario(name, create=True)
+    scenario = existing or await gateway.scenario(name)
     return _json(await scenario.status(), 200 if existing else 201)
 
 
@@ -158,7 +158,7 @@ async def _scenario(request: Request) -> Scenario:
 
 
 async def _body(request: Request, decoder: msgspec.json.Decoder[Body]) -> Body:
-    return decode_body(decoder, await read_body(request, Gateway.of(request).config.max_body_bytes) or b"{}")
+    return decode_body(decoder, await Gateway.of(request).body(request) or b"{}")
 
 
 def _query(request: Request, kind: type[Query]) -> Query:

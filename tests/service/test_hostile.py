@@ -149,7 +149,7 @@ def test_deep_json_in_free_fields_is_named(api, gateway):
     place = tool.get("function", tool)
     place["input_schema" if "input_schema" in place else "parameters"] = deep
     response = gateway.http.post(api.route, json=body)
-    assert response.status_code == 400 and "tools[0]" in response.json()["error"]["message"]
+    assert response.status_code == 413 and "tools[0]" in response.json()["error"]["message"]
 
 
 def test_deep_json_in_arguments_is_no_error_of_ours(gateway):

@@ -139,9 +139,7 @@ class ChatBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     """The request body; null means absent everywhere."""
 
     model: ModelName
-    messages: Annotated[
-        list[SystemTurn | DeveloperTurn | UserTurn | AssistantTurn | ToolTurn], Meta(min_length=1, max_length=100_000)
-    ]
+    messages: Annotated[list[SystemTurn | DeveloperTurn | UserTurn | AssistantTurn | ToolTurn], Meta(min_length=1)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -232,7 +230,7 @@ def _tool(body: ToolBody, field: str) -> Tool:
         raise InvalidRequest(f"a tool of type {body.type!r} cannot be honoured", f"{field}.type")
     if body.function is None:
         raise InvalidRequest("a tool of type function needs it", f"{field}.function")
-    return body.function.tool(f"{field}.function")
+    return body.function.tool()
 
 
 def _chosen(conversation: Conversation, choose: str | Choose | None) -> Conversation:
@@ -256,7 +254,7 @@ def _grammar(form: ResponseFormat | None) -> Grammar | None:
         return Grammar("json_object", "")
     if form.json_schema is None:
         raise InvalidRequest("a format of type json_schema needs it", "response_format.json_schema")
-    return schema_grammar(form.json_schema.schema or {}, "response_format.json_schema.schema")
+    return schema_grammar(form.json_schema.schema or {})
 
 
 def _message(turn: Turn | AssistantTurn | ToolTurn, field: str) -> Message:

@@ -39,7 +39,7 @@ class CompletionBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     """The request body; null means absent everywhere."""
 
     model: ModelName
-    prompt: str | Annotated[list[str | TokenId | Ids], Meta(min_length=1, max_length=100_000)]
+    prompt: str | Annotated[list[str | TokenId | Ids], Meta(min_length=1)]
     max_tokens: Count | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
