@@ -24,6 +24,7 @@ from reef.service.config import ReefConfig, ServiceConfig
 from reef.service.deployment import Deployment, build
 from reef.service.gateway import Gateway
 from reef.service.http import BoundedProtocol
+from reef.service.openapi import openapi_route
 
 ABORT_SECONDS = 5.0
 """Seconds beyond the grace after which connections are dropped whose clients do not read or whose calls still run."""
@@ -33,14 +34,15 @@ CANCEL_SECONDS = 10
 
 def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
     """Return the application. Starting and closing the deployment is up to the caller."""
+    routes = [
+        *routes_inference.ROUTES,
+        *routes_learning.ROUTES,
+        *routes_health.ROUTES,
+        *routes_scenarios.ROUTES,
+    ]
     app = Starlette(
-        routes=[
-            *routes_inference.ROUTES,
-            *routes_learning.ROUTES,
-            *routes_health.ROUTES,
-            *routes_scenarios.ROUTES,
-        ],
-        middleware=[Middleware(Authentication, tokens=config.tokens)],
+        routes=[*routes, openapi_route(routes)],
+        middleware=[Middleware(Authentication, tokens=config.callers, most=config.max_concurrent_requests)],
         exception_handlers={
             ReefError: failures.on_reef_error,
             HTTPException: failures.on_http_exception,
@@ -136,8 +138,9 @@ def serve(config: ReefConfig) -> None:
 
     A second SIGINT cuts what still runs. Raises ConfigError, and whatever keeps the deployment from starting.
     """
-    logs.configure(config.observability)
-    server = GatewayServer(build(config), config.reef, _announce)
+    deployment = build(config)
+    logs.configure(config.observability, deployment.redaction)
+    server = GatewayServer(deployment, config.reef, _announce)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run_in_main_thread(server))
 

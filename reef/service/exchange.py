@@ -19,6 +19,7 @@ import asyncio
 import time
 from collections.abc import Awaitable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from starlette.responses import Response
@@ -46,7 +47,7 @@ class Exchange:
     def __init__(self, gateway: Gateway, head: RequestHead, call: ChatCall, api: Api, body: bytes) -> None:
         self._gateway = gateway
         self._head = head
-        self._call = call
+        self._call = call = call if head.allowed.record else replace(call, recorded=False)
         self._route = api.route
         self._body = body
         self._record_id = head.record_id or new_record_id()
@@ -77,6 +78,8 @@ class Exchange:
             return None
         if isinstance(record, InferenceRecord) and record.purged:
             raise Conflict(f"the answer with record id {self._record_id!r} was emptied by retention; ask with a new id")
+        if isinstance(record, InferenceRecord) and record.redacted:
+            raise Conflict(f"the answer with record id {self._record_id!r} was redacted; ask with a new id")
         if not isinstance(record, InferenceRecord) or (record.route, record.request) != (self._route, self._body):
             raise Conflict(f"record id {self._record_id!r} is taken by another request")
         if not all(generation.ending.complete for generation in record.generations):
@@ -90,7 +93,8 @@ class Exchange:
         self._gateway.admit()
         scenario = await self._gateway.existing(self._head.scenario)
         head = scenario.head if scenario is not None else None
-        if head is None:
+        recorded = self._head.allowed.record
+        if head is None and recorded:
             self._gateway.check_room()
         stream = await self._in_terms_of_this_api(self._start())
         async with self._gateway.generating(stream):
@@ -99,9 +103,9 @@ class Exchange:
                 first = await self._in_terms_of_this_api(anext(stream, None))
                 if first is not None and first.ending is Ending.ENGINE_CUT and not stream.began:
                     raise Unavailable(first.error or "the engine failed")
-                if head is None:  # created only now: a request that is refused creates nothing
+                if head is None and recorded:  # created only now: a request that is refused creates nothing
                     head = (await self._gateway.scenario(self._head.scenario)).head
-                self._release_id = head.release_id
+                self._release_id = head.release_id if head is not None else None
                 if self._call.stream and first is not None:
                     await self._send_stream(stream, first, send)
                 else:
@@ -137,7 +141,8 @@ class Exchange:
             self._record_id = new_record_id()
             response = _cut_response(stream.ending, error, self._route)
         stream.abort(Ending.ENGINE_CUT)
-        response.headers[RECEIPT_HEADER] = self._record_id
+        if self._head.allowed.record:
+            response.headers[RECEIPT_HEADER] = self._record_id
         await self._record(stream, bytes(response.body), response.status_code)
         return response
 
@@ -188,7 +193,9 @@ class Exchange:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
 
     async def _record(self, stream: ChatStream, response: bytes, status: int) -> None:
-        """Return when the record is durable. Raises StorageError, Conflict."""
+        """Return when the record is durable, or at once where recording is off. Raises StorageError, Conflict."""
+        if not self._head.allowed.record:
+            return
         await self._gateway.deployment.storage.append(
             InferenceRecord(
                 record_id=self._record_id,
@@ -203,6 +210,7 @@ class Exchange:
                 tags=self._head.tags,
                 parent_id=stream.prompt.parent_id,
                 fork_of=stream.prompt.fork_of,
+                train=self._head.allowed.train,
             )
         )
         self._gateway.deployment.chat.remember(stream, self._record_id)
@@ -212,7 +220,7 @@ class Exchange:
             (b"content-type", EVENT_STREAM.encode()),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
-            (RECEIPT_HEADER.encode(), self._record_id.encode()),
+            *([(RECEIPT_HEADER.encode(), self._record_id.encode())] if self._head.allowed.record else []),
         ]
 
 

@@ -6,20 +6,23 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from starlette.requests import Request
 
-from reef.errors import NotFound, RequestTooLarge, TooManyRequests, Unavailable
+from reef.errors import Forbidden, NotFound, RequestTooLarge, TooManyRequests, Unavailable
 from reef.inference.chat.messages import Conversation
 from reef.inference.chat.service import ChatStream
 from reef.runtime.interfaces import Ending
 from reef.scenario.scenario import Scenario
+from reef.service.auth import Caller
 from reef.service.config import ServiceConfig
 from reef.service.deployment import Deployment
 from reef.service.recall import Recall
-from reef.service.request import read_body
+from reef.service.redaction import Redaction
+from reef.service.request import EVERYTHING, RECORD_HEADER, SCENARIO_HEADER, RequestHead, read_body, read_head
 from reef.service.wire.base import check_nesting
 
 CUT_SECONDS = 2.0
@@ -38,6 +41,7 @@ class Gateway:
         self.started_at = time.time()
         self._streams: dict[ChatStream, asyncio.Task[Any]] = {}
         self._claims: dict[tuple[str, str], asyncio.Event] = {}
+        self.redaction = Redaction.load(config.redact)
         self._opening: set[str] = set()  # scenarios that are being made
         self._closing = False
 
@@ -54,6 +58,23 @@ class Gateway:
     @property
     def in_flight(self) -> int:
         return len(self._streams)
+
+    def head(self, request: Request) -> RequestHead:
+        """What the request's headers say, and what it is allowed. Raises InvalidRequest, Forbidden."""
+        head = read_head(request, self.config.default_scenario)
+        self.redaction.check_name(head.scenario, SCENARIO_HEADER)
+        self.redaction.check_name(head.record_id, RECORD_HEADER)
+        caller = Caller.of(request)
+        caller.check_scenario(head.scenario)
+        allowed = self.config.permissions_of(head.scenario) & caller.permissions
+        return head if allowed == EVERYTHING else replace(head, allowed=head.allowed & allowed)
+
+    def serving_head(self, request: Request) -> RequestHead:
+        """`head` of a request for an answer. Raises Forbidden where serving is off."""
+        head = self.head(request)
+        if not head.allowed.serve:
+            raise Forbidden(f"serving is off for scenario {head.scenario!r}")
+        return head
 
     async def body(self, request: Request) -> bytes:
         """The request's body, within the configured limits. Raises RequestTooLarge, TooSlow, ClientDisconnect."""

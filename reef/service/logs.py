@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 
+from reef.errors import StorageError
 from reef.service.config import ObservabilityConfig
+from reef.service.redaction import Redaction
 
 TEXT_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
@@ -28,10 +30,26 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(line).decode()
 
 
-def configure(config: ObservabilityConfig) -> None:
-    """Send Reef's log to standard error; other packages are heard from warnings on."""
+class RedactedFormatter(logging.Formatter):
+    """Another formatter's lines, redacted. Where a hook fails, only that is said."""
+
+    def __init__(self, formatter: logging.Formatter, redaction: Redaction) -> None:
+        super().__init__()
+        self._formatter = formatter
+        self._redaction = redaction
+
+    def format(self, record: logging.LogRecord) -> str:
+        try:
+            return self._redaction.body(self._formatter.format(record).encode(errors="replace")).decode()
+        except StorageError as error:
+            return f"{record.levelname} {record.name}: withheld: {error}"
+
+
+def configure(config: ObservabilityConfig, redaction: Redaction | None = None) -> None:
+    """Send Reef's log to standard error, redacted; other packages are heard from warnings on."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if config.log_format == "json" else logging.Formatter(TEXT_FORMAT))
+    formatter = JsonFormatter() if config.log_format == "json" else logging.Formatter(TEXT_FORMAT)
+    handler.setFormatter(RedactedFormatter(formatter, redaction) if redaction else formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

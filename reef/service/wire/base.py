@@ -37,6 +37,7 @@ class ChatCall:
     logprobs: bool = False
     call_prefix: str = "call_"  # of the ids of tool calls
     echo: bool = False  # the answer begins with its prompt
+    recorded: bool = True  # False: the answer names no receipt, for there is none
 
     def request(self, request_id: str, record_id: str, lane: str) -> ChatRequest:
         """What to ask the engine. The same `record_id` makes the same tool call ids."""

@@ -27,6 +27,7 @@ from reef.service.wire.openai import (
     Usage,
     error_body,
     event,
+    receipt,
     refuse,
     shown,
     usage,
@@ -332,7 +333,7 @@ class Completion(Struct):
     model: str
     choices: list[WholeChoice]
     usage: Usage
-    reef: Receipt
+    reef: Receipt | UnsetType
     object: str = "chat.completion"
 
 
@@ -390,9 +391,9 @@ class ChatWriter(Writer):
             )
             for choice, own in zip(choices, deltas, strict=True)
         ]
-        receipt = Receipt(self.record_id)
+        named = receipt(self.call, self.record_id)
         return ENCODER.encode(
-            Completion(f"chatcmpl-{self.record_id}", self.created, self.model, written, usage(choices), receipt)
+            Completion(f"chatcmpl-{self.record_id}", self.created, self.model, written, usage(choices), named)
         )
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
@@ -416,7 +417,7 @@ class ChatWriter(Writer):
     def closing(self, delta: Delta, choices: Sequence[Choice]) -> bytes:
         last = ChunkChoice(delta.index, Piece(), finish_reason=_finish_reason(choices[delta.index]))
         used = self._chunk([], used=usage(choices)) if self.call.include_usage else b""
-        return self._chunk([last], reef=Receipt(self.record_id)) + used + b"data: [DONE]\n\n"
+        return self._chunk([last], reef=receipt(self.call, self.record_id)) + used + b"data: [DONE]\n\n"
 
     def failure(self, error: ReefError) -> bytes:
         return b"data: " + error_body(error) + b"\n\n"

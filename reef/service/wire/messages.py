@@ -322,7 +322,7 @@ class MessagesWriter(Writer):
             elif piece.kind is Kind.CALL:
                 content.append(_tool_use(next(calls)))
         message = self._message(choice, content, *_stop(choice, self.call.sampling.stop))
-        return _ENCODER.encode({**message, "reef": {"agent_record_id": self.record_id}})
+        return _ENCODER.encode({**message, **self._receipt()})
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         self._call_id = choices[0].answer.call_id
@@ -352,12 +352,15 @@ class MessagesWriter(Writer):
             "message_delta",
             delta={"stop_reason": reason, "stop_sequence": sequence},
             usage=_usage(choice),
-            reef={"agent_record_id": self.record_id},
+            **self._receipt(),
         )
         return self._end() + last + _event("message_stop")
 
     def failure(self, error: ReefError) -> bytes:
         return b"event: error\ndata: " + error_body(error) + b"\n\n"
+
+    def _receipt(self) -> dict[str, Any]:
+        return {"reef": {"agent_record_id": self.record_id}} if self.call.recorded else {}
 
     def _begin(self, kind: Kind, block: dict[str, Any]) -> bytes:
         end = self._end()

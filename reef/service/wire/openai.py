@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from reef.errors import InvalidRequest, ReefError, http_status
 from reef.inference.chat.choice import Choice, TokenLogprob
 from reef.inference.chat.messages import Tool
 from reef.runtime.interfaces import SamplingParams
-from reef.service.wire.base import ToolName
+from reef.service.wire.base import ChatCall, ToolName
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -116,6 +116,10 @@ class ShownToken(Struct):
 
 class Receipt(Struct):
     agent_record_id: str
+
+
+def receipt(call: ChatCall, record_id: str) -> Receipt | UnsetType:
+    return Receipt(record_id) if call.recorded else UNSET
 
 
 class CachedDetail(Struct):
