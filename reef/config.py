@@ -30,6 +30,7 @@ from msgspec import inspect as kinds
 
 from reef.errors import ConfigError
 from reef.inference.local.config import LocalConfig
+from reef.inference.provider.config import ProviderConfig
 from reef.inference.sglang.config import SGLangConfig
 from reef.recipe.config import EvaluationConfig, RecipeConfig
 from reef.records.config import PostgresConfig, SqliteConfig
@@ -42,13 +43,14 @@ DEFAULT_FILE = "reef.yaml"
 DERIVED_DEFAULTS = {
     "recipe.name": "scored where something trains, else record-only",
     "inference.pause-mode": "`in_place`; `retract` with training.colocate",
+    "inference.backend": "local; provider with inference.upstream-url",
 }
 
 
 # section -> backend -> struct; the first backend is the default. "" marks a section with one struct for all.
 SECTIONS: dict[str, dict[str, type[msgspec.Struct]]] = {
     "reef": {"": ServiceConfig},
-    "inference": {"local": LocalConfig, "sglang": SGLangConfig},
+    "inference": {"local": LocalConfig, "sglang": SGLangConfig, "provider": ProviderConfig},
     "training": {"none": NoTraining, "torch": TorchConfig},
     "recipe": {"": RecipeConfig},
     "storage": {"sqlite": SqliteConfig, "postgres": PostgresConfig},
@@ -159,6 +161,9 @@ def resolve(
     sections: dict[str, Any] = {}
     if _colocates(settings):
         settings.setdefault("inference.pause-mode", Setting("retract", "default with training.colocate", 0, text=False))
+    if (upstream := settings.get("inference.upstream-url")) is not None:
+        chosen = Setting("provider", "default with inference.upstream-url", upstream.layer, text=False)
+        settings.setdefault("inference.backend", chosen)
     for section in SECTIONS:
         backend = _choose_backend(section, settings, values, origins)
         if section == "recipe":
@@ -167,6 +172,7 @@ def resolve(
     config = ReefConfig(**sections)
     _check_colocation(config, origins)
     _check_tokens(values["reef.tokens"], origins["reef.tokens"])
+    _check_provider(config, origins)
     return Resolved(config, values, origins, _warnings(config))
 
 
@@ -186,6 +192,8 @@ def _colocates(settings: Mapping[str, Setting]) -> bool:
 
 def _check_colocation(config: ReefConfig, origins: Mapping[str, str]) -> None:
     """Raises ConfigError: memory whose requests are frozen in place cannot be lent."""
+    if isinstance(config.inference, ProviderConfig):
+        return
     if getattr(config.training, "colocate", False) and config.inference.pause_mode is not PauseMode.RETRACT:
         raise ConfigError(
             f"inference.pause-mode must be retract with training.colocate ({origins['training.colocate']}): the "
@@ -199,6 +207,15 @@ def _check_tokens(tokens: list[Any], origin: str) -> None:
     plain = [token for token in tokens if isinstance(token, str) and not token.startswith("sha256:")]
     if plain and origin.startswith("file "):
         raise ConfigError(f"reef.tokens in a file must be digests ({origin}): write what `reef token` prints")
+
+
+def _check_provider(config: ReefConfig, origins: Mapping[str, str]) -> None:
+    """Raises ConfigError for a trainer of weights that are somebody else's."""
+    if isinstance(config.inference, ProviderConfig) and not isinstance(config.training, NoTraining):
+        raise ConfigError(
+            f"training.backend must be none with inference.backend provider ({origins['inference.backend']}): an "
+            f"external provider has no weights to train; got {origins['training.backend']}"
+        )
 
 
 def _warnings(config: ReefConfig) -> list[str]:

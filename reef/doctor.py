@@ -15,8 +15,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from reef.errors import ConfigError, ReefError
+from reef.inference.local.config import LocalConfig
+from reef.inference.provider.config import ProviderConfig
+from reef.inference.sglang.config import SGLangConfig
 from reef.records.config import PostgresConfig, SqliteConfig
 from reef.records.opening import describe
 from reef.service.config import NoTraining, ReefConfig
@@ -46,17 +50,34 @@ def examine(config: ReefConfig | None, problem: ConfigError | None = None) -> li
         return [*checks, Check("configuration", "fail", reason, "-> what depends on it was not checked")]
     training = "nothing trains" if isinstance(config.training, NoTraining) else "it trains"
     checks.append(Check("configuration", "ok", f"valid; {training}"))
-    checks.append(_packages("local", "model"))
-    model = Path(config.inference.model_path)
     data = Path(config.reef.data_dir)
     later: list[Callable[[], Check]] = [
-        lambda: _model_files(model),
-        lambda: _model_loads(model),
+        *_model_checks(config.inference),
         lambda: _data_directory(data),
         lambda: _storage(config.storage, data),
         lambda: _port(config.reef.host, config.reef.port),
     ]
     return [*checks, *(check() for check in later)]
+
+
+def _model_checks(inference: LocalConfig | SGLangConfig | ProviderConfig) -> list[Callable[[], Check]]:
+    if isinstance(inference, ProviderConfig):
+        return [lambda: _upstream(inference.upstream_url)]
+    model = Path(inference.model_path)
+    return [lambda: _packages("local", "model"), lambda: _model_files(model), lambda: _model_loads(model)]
+
+
+def _upstream(url: str) -> Check:
+    """Whether anybody listens there; nothing is asked."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((str(parts.hostname), port), timeout=5.0).close()
+    except OSError as error:
+        return Check(
+            "upstream", "fail", f"{parts.hostname}:{port}: {error}", "-> inference.upstream-url, or the network"
+        )
+    return Check("upstream", "ok", f"{parts.hostname}:{port} accepts connections")
 
 
 def _python() -> Check:

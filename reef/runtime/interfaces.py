@@ -136,8 +136,32 @@ class Generation:
     temperature: float = 1.0
 
 
+@dataclass(slots=True, frozen=True)
+class OutgoingRequest:
+    """One request, complete but for some headers, as it leaves over HTTP for a router, an engine or a provider."""
+
+    request_id: str
+    lane: str
+    path: str
+    body: bytes
+
+
+class HeaderProvider(ABC):
+    """Adds headers to requests that leave over HTTP: for a router, a gateway in front of engines, a provider."""
+
+    @abstractmethod
+    def headers(self, request: OutgoingRequest) -> Mapping[str, str]:
+        """Headers for this request. Must not block. If it raises, nothing is sent and the request fails."""
+
+
 class InferenceHandler(ABC):
     """Service side of one inference integration: requests in, token chunks out. It never touches weights."""
+
+    header_provider: HeaderProvider | None = None  # set before `connect`
+
+    def prepare(self, request: OutgoingRequest) -> Mapping[str, str]:
+        """The configured headers for a request; an integration that speaks HTTP sends them with it."""
+        return {} if self.header_provider is None else self.header_provider.headers(request)
 
     @classmethod
     @abstractmethod

@@ -18,13 +18,14 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 
 from reef.errors import ConfigError, ReefError
-from reef.service import failures, logs, routes_health, routes_inference, routes_learning, routes_scenarios
+from reef.service import failures, forwarding, logs, routes_health, routes_inference, routes_learning, routes_scenarios
 from reef.service.auth import Authentication
 from reef.service.config import ReefConfig, ServiceConfig
-from reef.service.deployment import Deployment, build
+from reef.service.deployment import Deployment
 from reef.service.gateway import Gateway
 from reef.service.http import BoundedProtocol
 from reef.service.openapi import openapi_route
+from reef.service.upstream import build
 
 ABORT_SECONDS = 5.0
 """Seconds beyond the grace after which connections are dropped whose clients do not read or whose calls still run."""
@@ -35,7 +36,7 @@ CANCEL_SECONDS = 10
 def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
     """Return the application. Starting and closing the deployment is up to the caller."""
     routes = [
-        *routes_inference.ROUTES,
+        *(routes_inference.ROUTES if deployment.provider is None else forwarding.ROUTES),
         *routes_learning.ROUTES,
         *routes_health.ROUTES,
         *routes_scenarios.ROUTES,

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from reef.inference.local.config import LocalConfig
+from reef.inference.provider.config import ProviderConfig
 from reef.inference.sglang.config import SGLangConfig
 from reef.recipe.config import EvaluationConfig, RecipeConfig
 from reef.records.config import PostgresConfig, SqliteConfig
@@ -134,7 +135,7 @@ class ReefConfig(msgspec.Struct, kw_only=True, frozen=True):
     """One deployment, validated. `training` is NoTraining when nothing trains."""
 
     reef: ServiceConfig
-    inference: LocalConfig | SGLangConfig
+    inference: LocalConfig | SGLangConfig | ProviderConfig
     training: NoTraining | TorchConfig
     recipe: RecipeConfig
     storage: SqliteConfig | PostgresConfig

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import replace
@@ -28,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 from reef.errors import Conflict, EngineError, InvalidRequest, ReefError, Unavailable
 from reef.inference.chat.choice import Delta
 from reef.inference.chat.service import ChatStream
-from reef.runtime.interfaces import Ending, InferenceRecord
+from reef.runtime.interfaces import Ending, Generation, InferenceRecord
 from reef.service.failures import failure_response
 from reef.service.gateway import Gateway
 from reef.service.request import RECEIPT_HEADER, RequestHead, new_record_id
@@ -41,19 +42,16 @@ JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
-class Exchange:
-    """An ASGI response that generates, records and sends the answer to one call."""
+class RecordedExchange(ABC):
+    """An ASGI response that is recorded. A request that is repeated with its id gets the stored bytes."""
 
-    def __init__(self, gateway: Gateway, head: RequestHead, call: ChatCall, api: Api, body: bytes) -> None:
+    def __init__(self, gateway: Gateway, head: RequestHead, route: str, body: bytes) -> None:
         self._gateway = gateway
         self._head = head
-        self._call = call = call if head.allowed.record else replace(call, recorded=False)
-        self._route = api.route
+        self._route = route
         self._body = body
         self._record_id = head.record_id or new_record_id()
         self._created_at = time.time()
-        model = gateway.deployment.models()[0]
-        self._writer = api.writer(call, self._record_id, int(self._created_at), model)
         self._release_id: str | None = None
         self._sent: list[bytes] = []
 
@@ -67,8 +65,6 @@ class Exchange:
                 await stored(scope, receive, send)
             else:
                 await self._generate(scope, receive, send)
-
-    # ------------------------------------------------------------------ repeated requests
 
     async def _stored(self) -> Response | None:
         """The answer to the same request with the same id, if there is one. Raises Conflict for another request."""
@@ -84,10 +80,51 @@ class Exchange:
             raise Conflict(f"record id {self._record_id!r} is taken by another request")
         if not all(generation.ending.complete for generation in record.generations):
             raise Conflict(f"the answer with record id {self._record_id!r} was cut short; ask again with a new id")
-        media_type = EVENT_STREAM if self._call.stream else JSON
+        media_type = JSON if record.response.lstrip()[:1] in (b"{", b"[") else EVENT_STREAM
         return Response(record.response, record.status, {RECEIPT_HEADER: self._record_id}, media_type)
 
-    # ------------------------------------------------------------------ a new answer
+    @abstractmethod
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer anew."""
+
+    async def _append(
+        self,
+        response: bytes,
+        status: int,
+        generations: list[Generation],
+        parent_id: str | None = None,
+        fork_of: str | None = None,
+    ) -> None:
+        """Return when the record is durable, or at once where recording is off. Raises StorageError, Conflict."""
+        if not self._head.allowed.record:
+            return
+        await self._gateway.deployment.storage.append(
+            InferenceRecord(
+                record_id=self._record_id,
+                scenario=self._head.scenario,
+                created_at=self._created_at,
+                route=self._route,
+                request=self._body,
+                response=response,
+                status=status,
+                release_id=self._release_id,
+                generations=generations,
+                tags=self._head.tags,
+                parent_id=parent_id,
+                fork_of=fork_of,
+                train=self._head.allowed.train,
+            )
+        )
+
+
+class Exchange(RecordedExchange):
+    """Generates, records and sends the answer to one call."""
+
+    def __init__(self, gateway: Gateway, head: RequestHead, call: ChatCall, api: Api, body: bytes) -> None:
+        super().__init__(gateway, head, api.route, body)
+        self._call = call = call if head.allowed.record else replace(call, recorded=False)
+        model = gateway.deployment.models()[0]
+        self._writer = api.writer(call, self._record_id, int(self._created_at), model)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._gateway.admit()
@@ -193,27 +230,11 @@ class Exchange:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
 
     async def _record(self, stream: ChatStream, response: bytes, status: int) -> None:
-        """Return when the record is durable, or at once where recording is off. Raises StorageError, Conflict."""
-        if not self._head.allowed.record:
-            return
-        await self._gateway.deployment.storage.append(
-            InferenceRecord(
-                record_id=self._record_id,
-                scenario=self._head.scenario,
-                created_at=self._created_at,
-                route=self._route,
-                request=self._body,
-                response=response,
-                status=status,
-                release_id=self._release_id,
-                generations=stream.generations,
-                tags=self._head.tags,
-                parent_id=stream.prompt.parent_id,
-                fork_of=stream.prompt.fork_of,
-                train=self._head.allowed.train,
-            )
-        )
-        self._gateway.deployment.chat.remember(stream, self._record_id)
+        """Return when the record is durable. Raises StorageError, Conflict."""
+        prompt = stream.prompt
+        await self._append(response, status, stream.generations, prompt.parent_id, prompt.fork_of)
+        if self._head.allowed.record:
+            self._gateway.deployment.chat.remember(stream, self._record_id)
 
     def _stream_headers(self) -> list[tuple[bytes, bytes]]:
         return [

@@ -41,6 +41,17 @@ def failure_response(
     return Response(written.error_body(error, status), status, sent, "application/json")
 
 
+def stream_failure(error: ReefError, path: str) -> bytes:
+    """The event that ends a stream in an error, in the shape of the API of `path`."""
+    if path.startswith("/v1/messages"):
+        return b"event: error\ndata: " + messages.error_body(error) + b"\n\n"
+    if path.startswith("/v1/responses"):
+        detail = openai.error_detail(error)
+        event = {"type": "error", "sequence_number": 0, **detail, "error": detail}
+        return b"event: error\ndata: " + openai.ENCODER.encode(event) + b"\n\n"
+    return b"data: " + openai.error_body(error) + b"\n\n"
+
+
 async def on_reef_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ReefError)
     if http_status(error) >= 500:

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from reef.errors import Forbidden, NotFound, RequestTooLarge, TooManyRequests, Unavailable
 from reef.inference.chat.messages import Conversation
 from reef.inference.chat.service import ChatStream
+from reef.inference.provider.reply import Reply
 from reef.runtime.interfaces import Ending
 from reef.scenario.scenario import Scenario
 from reef.service.auth import Caller
@@ -39,7 +40,7 @@ class Gateway:
         self.deployment = deployment
         self.config = config
         self.started_at = time.time()
-        self._streams: dict[ChatStream, asyncio.Task[Any]] = {}
+        self._streams: dict[ChatStream | Reply, asyncio.Task[Any]] = {}
         self._claims: dict[tuple[str, str], asyncio.Event] = {}
         self.redaction = Redaction.load(config.redact)
         self._opening: set[str] = set()  # scenarios that are being made
@@ -135,7 +136,7 @@ class Gateway:
             done.set()
 
     @asynccontextmanager
-    async def generating(self, stream: ChatStream) -> AsyncIterator[None]:
+    async def generating(self, stream: ChatStream | Reply) -> AsyncIterator[None]:
         """Register a stream, so that shutdown can cut it; always closes it."""
         task = asyncio.current_task()
         assert task is not None

@@ -55,6 +55,8 @@ class FakeScenario:
 
 
 class FakeDeployment:
+    provider = None
+
     def __init__(self, tokenizer: ChatTokenizer, directory: Path) -> None:
         self.engine = self.handler = FakeEngine(tokenizer)
         self.chat = ChatService(tokenizer, self.engine)

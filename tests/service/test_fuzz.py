@@ -145,9 +145,10 @@ def test_any_query_and_headers_are_answered_below_500(gateway, path):
 # ------------------------------------------------------------------ bytes
 
 NASTY = [
-    b"1e400", b"-1e400", b"9" * 400, b"NaN", b"-Infinity", b'"\\ud800"', b'"\\udc00\\ud800"', b"\xff\xfe", b"\xed\xa0\x80",
-    b"\0", b'"\\u0000"', b"{}", b"[]", b"null", b"true", b'""', b"-0", b"1e-400", b"18446744073709551616", b"\xef\xbb\xbf",
-    b"[" * 70, b'{"a":' * 70, b'"' + b"x" * 5000 + b'"', b"//", b",", b":", b"'", b"\\", b'"type":', b'"role":',
+    b"1e400", b"-1e400", b"9" * 400, b"NaN", b"-Infinity", b"18446744073709551616", b"-0", b"1e-400",
+    b'"\\ud800"', b'"\\udc00\\ud800"', b'"\\u0000"', b"\xff\xfe", b"\xed\xa0\x80", b"\0", b"\xef\xbb\xbf",
+    b"{}", b"[]", b"null", b"true", b'""', b"//", b",", b":", b"'", b"\\", b'"type":', b'"role":',
+    b"[" * 70, b'{"a":' * 70, b'"' + b"x" * 5000 + b'"',
 ]  # fmt: skip
 CORPUS = [
     *(json.dumps(content).encode() for content in VALID.values()),
