@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
-from reef.errors import StorageError
 from reef.service.config import ObservabilityConfig
 from reef.service.redaction import Redaction
 
@@ -41,13 +40,20 @@ class RedactedFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         try:
             return self._redaction.body(self._formatter.format(record).encode(errors="replace")).decode()
-        except StorageError as error:
-            return f"{record.levelname} {record.name}: withheld: {error}"
+        except Exception as error:  # what failed may hold the text, so only its kind is said
+            return f"{record.levelname} {record.name}: withheld: {type(error).__name__} while it was redacted"
+
+
+class RedactedHandler(logging.StreamHandler[TextIO]):
+    """Where a line cannot be written, the standard library would print what was to be logged as it was."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """There is nobody to tell."""
 
 
 def configure(config: ObservabilityConfig, redaction: Redaction | None = None) -> None:
     """Send Reef's log to standard error, redacted; other packages are heard from warnings on."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = RedactedHandler(sys.stderr) if redaction else logging.StreamHandler(sys.stderr)
     formatter = JsonFormatter() if config.log_format == "json" else logging.Formatter(TEXT_FORMAT)
     handler.setFormatter(RedactedFormatter(formatter, redaction) if redaction else formatter)
     root = logging.getLogger()
