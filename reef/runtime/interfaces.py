@@ -507,6 +507,7 @@ class TrainSample:
     logprobs: list[float]  # behaviour, temperature 1, [num_output_tokens]
     advantages: list[float]  # [num_output_tokens]
     mask: list[bool] | None = None  # tokens that count; None: all
+    release_id: str | None = None  # the head when the request was admitted
 
 
 @dataclass(slots=True, kw_only=True)
@@ -942,6 +943,7 @@ class CoordinatorStatus:
     memory: dict[str, list[MemoryReport]] = field(default_factory=dict)  # of the newest hand-overs, if colocated
     step_seconds: float | None = None  # for which the newest colocated step kept requests waiting
     residency: dict[str, Any] = field(default_factory=dict)  # what the engines hold besides the base load
+    restarts: dict[str, int] = field(default_factory=dict)  # component -> how often this coordinator replaced it
 
 
 class CandidateBackend(ABC):

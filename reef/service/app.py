@@ -16,14 +16,26 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
+from reef import tracing
 from reef.errors import ConfigError, ReefError
-from reef.service import failures, forwarding, logs, routes_health, routes_inference, routes_learning, routes_scenarios
+from reef.service import (
+    failures,
+    forwarding,
+    logs,
+    routes_health,
+    routes_inference,
+    routes_learning,
+    routes_scenarios,
+    scrape,
+)
 from reef.service.auth import Authentication
 from reef.service.config import ReefConfig, ServiceConfig
 from reef.service.deployment import Deployment
 from reef.service.gateway import Gateway
 from reef.service.http import BoundedProtocol
+from reef.service.observe import Observer
 from reef.service.openapi import openapi_route
 from reef.service.upstream import build
 
@@ -34,12 +46,16 @@ CANCEL_SECONDS = 10
 
 
 def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
-    """Return the application. Starting and closing the deployment is up to the caller."""
+    """Return the application; `state.observer` is the layer around it.
+
+    Starting and closing the deployment is up to the caller.
+    """
     routes = [
         *(routes_inference.ROUTES if deployment.provider is None else forwarding.ROUTES),
         *routes_learning.ROUTES,
         *routes_health.ROUTES,
         *routes_scenarios.ROUTES,
+        *scrape.ROUTES,
     ]
     app = Starlette(
         routes=[*routes, openapi_route(routes)],
@@ -51,7 +67,9 @@ def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
             Exception: failures.on_unexpected,
         },
     )
-    app.state.gateway = Gateway(deployment, config)
+    app.state.gateway = gateway = Gateway(deployment, config)
+    paths = [route.path for route in app.routes if isinstance(route, Route) and not route.param_convertors]
+    app.state.observer = Observer(app, paths, gateway.redaction.keeps)
     return app
 
 
@@ -68,7 +86,7 @@ class GatewayServer(uvicorn.Server):
         app = create_app(deployment, config)
         super().__init__(
             uvicorn.Config(
-                app,
+                app.state.observer,
                 http=BoundedProtocol,
                 ws="none",
                 lifespan="off",
@@ -141,9 +159,14 @@ def serve(config: ReefConfig) -> None:
     """
     deployment = build(config)
     logs.configure(config.observability, deployment.redaction)
+    if config.observability.trace_endpoint is not None:
+        tracing.send_to(config.observability.trace_endpoint)
     server = GatewayServer(deployment, config.reef, _announce)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run_in_main_thread(server))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run_in_main_thread(server))
+    finally:
+        tracing.close()
 
 
 async def _run_in_main_thread(server: GatewayServer) -> None:

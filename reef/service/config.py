@@ -125,6 +125,17 @@ class ObservabilityConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unkn
     log_format: Annotated[Literal["text", "json"], Meta(description="lines for people, or one JSON object a line")] = (
         "text"
     )
+    access_log: Annotated[bool, Meta(description="log a line for each request that was answered")] = False
+    trace_endpoint: Annotated[
+        str | None,
+        Meta(description="URL that takes OpenTelemetry traces by OTLP over HTTP, such as http://HOST:4318/v1/traces"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.trace_endpoint is not None and not self.trace_endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"observability.trace-endpoint must begin with http:// or https://, got {self.trace_endpoint!r}"
+            )
 
 
 class NoTraining(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, rename="kebab"):

@@ -224,6 +224,15 @@ class Deployment:
         config = managed(self.config)
         return [config.served_model_name or Path(config.model_path).name]
 
+    async def engines(self) -> list[EngineReport]:
+        """What the engines say of themselves; empty while they cannot answer."""
+        return await self._inference.reports()
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is this process that trains, of those on one database."""
+        return self._membership.trains
+
     def scenarios(self) -> list[Scenario]:
         return list(self._scenarios.values())
 
@@ -285,7 +294,7 @@ class Deployment:
 
     async def status(self) -> dict[str, Any]:
         marker = await self._training.marker()
-        engines = await self._inference.reports()
+        engines = await self.engines()
         phases = self._inference.pause_phases
         return {
             "version": __version__,

@@ -29,9 +29,11 @@ from starlette.types import Receive, Scope, Send
 from reef.errors import Conflict, EngineError, InvalidRequest, ReefError, Unavailable
 from reef.inference.chat.choice import Delta
 from reef.inference.chat.service import ChatStream
+from reef.metrics import answers, count_tokens, first_token
 from reef.runtime.interfaces import Ending, Generation, InferenceRecord
 from reef.service.failures import failure_response
 from reef.service.gateway import Gateway
+from reef.service.observe import working_for
 from reef.service.request import RECEIPT_HEADER, RequestHead, new_record_id
 from reef.service.wire.base import Api, ChatCall
 
@@ -56,6 +58,7 @@ class RecordedExchange(ABC):
         self._sent: list[bytes] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._observed = working_for(self._head.scenario, self._record_id if self._head.allowed.record else "")
         if self._head.record_id is None:
             await self._generate(scope, receive, send)
             return
@@ -138,6 +141,7 @@ class Exchange(RecordedExchange):
             watcher = asyncio.create_task(_abort_when_client_leaves(receive, stream))
             try:
                 first = await self._in_terms_of_this_api(anext(stream, None))
+                first_token(self._route).observe(time.perf_counter() - self._observed.began)
                 if first is not None and first.ending is Ending.ENGINE_CUT and not stream.began:
                     raise Unavailable(first.error or "the engine failed")
                 if head is None and recorded:  # created only now: a request that is refused creates nothing
@@ -175,7 +179,7 @@ class Exchange(RecordedExchange):
             response = Response(self._writer.whole(stream.choices, deltas), 200, media_type=JSON)
         else:
             # The client saw nothing of this answer, so its own id stays free for another try.
-            self._record_id = new_record_id()
+            self._record_id = self._observed.receipt = new_record_id()
             response = _cut_response(stream.ending, error, self._route)
         stream.abort(Ending.ENGINE_CUT)
         if self._head.allowed.record:
@@ -233,6 +237,7 @@ class Exchange(RecordedExchange):
         """Return when the record is durable. Raises StorageError, Conflict."""
         prompt = stream.prompt
         await self._append(response, status, stream.generations, prompt.parent_id, prompt.fork_of)
+        _count(self._head.scenario, stream)
         if self._head.allowed.record:
             self._gateway.deployment.chat.remember(stream, self._record_id)
 
@@ -243,6 +248,16 @@ class Exchange(RecordedExchange):
             (b"x-accel-buffering", b"no"),
             *([(RECEIPT_HEADER.encode(), self._record_id.encode())] if self._head.allowed.record else []),
         ]
+
+
+def _count(scenario: str, stream: ChatStream) -> None:
+    prompt = completion = cached = 0
+    for generation in stream.generations:
+        answers(generation.ending).inc()
+        prompt += len(generation.prompt_ids)
+        completion += len(generation.output_ids)
+        cached += generation.cached_tokens
+    count_tokens(scenario, prompt, completion, cached)
 
 
 async def _abort_when_client_leaves(receive: Receive, stream: ChatStream) -> None:

@@ -19,6 +19,7 @@ from reef.errors import (
     Unavailable,
     http_status,
 )
+from reef.metrics import ERRORS
 from reef.service.wire import messages, openai
 
 log = logging.getLogger("reef.service")
@@ -28,6 +29,7 @@ def failure_response(
     error: ReefError, path: str, status: int | None = None, headers: dict[str, str] | None = None
 ) -> Response:
     """Return the response for `error` on a route; 429 and 503 carry Retry-After."""
+    ERRORS.labels(type(error).__name__).inc()
     status = status or http_status(error)
     sent = dict(headers or {})
     if status in (429, 503):

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from reef.errors import Forbidden, InvalidRequest, UnknownReceipt
 from reef.runtime.interfaces import InferenceRecord, InstructionRecord, ReportRecord
 from reef.service.gateway import Gateway
+from reef.service.observe import working_for
 from reef.service.request import NAME, RECORD_HEADER, checked_name, new_record_id
 from reef.service.wire.base import decode_body
 
@@ -54,6 +55,7 @@ async def report(request: Request) -> Response:
         metadata=body.metadata or {},
         train=head.allowed.train,
     )
+    working_for(head.scenario, record.record_id)
     if body.score is not None and body.error is not None:
         raise InvalidRequest("score and error exclude each other: a grader that failed has no score", "error")
     scenario = await gateway.existing(head.scenario)
@@ -77,6 +79,7 @@ async def train(request: Request) -> Response:
     if own_id is not None and not isinstance(own_id, str):
         raise InvalidRequest(f"agent_record_id must be a string, got {own_id!r}", "agent_record_id")
     record_id = _record_id(gateway, own_id, head.record_id)
+    working_for(head.scenario, record_id)
     scenario = await gateway.scenario(head.scenario)
     record = InstructionRecord(record_id=record_id, scenario=head.scenario, created_at=time.time(), body=body)
     stored = await scenario.instruct(record)

@@ -81,7 +81,7 @@ def caught():
     """The log as it is written, redacted."""
     root = logging.getLogger()
     before, levels = root.handlers[:], (root.level, logging.getLogger("reef").level)
-    logs.configure(ObservabilityConfig(log_level="debug"), redaction())
+    logs.configure(ObservabilityConfig(log_level="debug", access_log=True), redaction())
     written = io.StringIO()
     root.handlers[0].setStream(written)
     yield written.getvalue
@@ -119,9 +119,16 @@ def plant(gateway) -> int:
                 answered += gateway.http.post(route, json=content).status_code < 300
     text = {"references": [receipt], "feedback": f"f {SECRET}", "error": f"e {SECRET}"}
     answered += gateway.http.post("/reef/report", json=text).status_code == 200
-    for header in ("x-reef-scenario", "x-reef-record-id", "x-reef-tag-a", f"x-reef-tag-{SECRET}", "user-agent"):
+    for header in ("x-reef-scenario", "x-reef-record-id", "x-reef-tag-a", f"x-reef-tag-{SECRET}", "x-request-id"):
         answered += gateway.chat(headers={header: SECRET}).status_code == 200
-    for route in (f"/v1/models/{SECRET}", f"/reef/scenarios/{SECRET}/records", f"/v1/responses/{SECRET}", f"/{SECRET}"):
+    hidden = "".join(f"%{ord(letter):02x}" for letter in SECRET)
+    for route in (
+        f"/v1/models/{SECRET}",
+        f"/v1/models/{hidden}",
+        f"/reef/scenarios/{SECRET}/records",
+        f"/v1/responses/{SECRET}",
+        f"/{SECRET}",
+    ):
         assert gateway.http.get(route).status_code == 404
     return answered
 
@@ -140,7 +147,7 @@ def test_a_secret_in_any_field_of_any_route_is_found_nowhere(gateway, deployment
     )
     gateway.stop()
     log = caught()
-    assert "said [gone]" in log and "ValueError: [gone]" in log
+    assert "GET /v1/models/[gone]" in log and "said [gone]" in log and "ValueError: [gone]" in log
     kept = everything_kept(tmp_path, deployment.chat.tokenizer)
     assert "[gone]" in kept
     for secret in (SECRET, str(NUMBER)):
