@@ -156,7 +156,7 @@ class _Watch:
 
 
 async def forward(request: Request) -> ASGIApp:
-    """`POST`: recorded."""
+    """`POST`: forward the request, and record what passes."""
     gateway = Gateway.of(request)
     head = gateway.serving_head(request)
     return Forwarding(gateway, head, request, await gateway.body(request))

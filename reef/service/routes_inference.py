@@ -68,7 +68,7 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """`GET /v1/models/{model}`"""
+    """`GET /v1/models/{model}`: the model that serves, by its name."""
     gateway = Gateway.of(request)
     name = request.path_params["model"]
     if name not in gateway.deployment.models():

@@ -77,7 +77,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 async def list_scenarios(request: Request) -> Response:
-    """`GET /reef/scenarios`"""
+    """`GET /reef/scenarios`: all that the token may see, with their counts."""
     caller, every = Caller.of(request), Gateway.of(request).deployment.scenarios()
     scenarios = [scenario for scenario in every if caller.may_see(scenario.name)]
     return _json({"scenarios": [await scenario.status() for scenario in scenarios]})
@@ -95,7 +95,7 @@ async def create_scenario(request: Request) -> Response:
 
 
 async def scenario_status(request: Request) -> Response:
-    """`GET /reef/scenarios/{scenario}`"""
+    """`GET /reef/scenarios/{scenario}`: its head, its counts, and what waits."""
     return _json(await (await _scenario(request)).status())
 
 
