@@ -65,8 +65,13 @@ class Redaction:
         return found.result(found.walk(value, ()), value)
 
     def body(self, body: bytes) -> bytes:
-        """A JSON document, or a stream of server-sent events, or text."""
-        text = body.decode("utf-8", "surrogateescape")
+        """A JSON document, or a stream of server-sent events, or text. Raises StorageError, as `text` does."""
+        try:
+            return self._body(body, body.decode("utf-8", "surrogateescape"))
+        except RecursionError:  # of an upstream: what clients send is bounded
+            raise StorageError("reef.redact: a body is nested too deeply to be looked at") from None
+
+    def _body(self, body: bytes, text: str) -> bytes:
         found = _Pass(self)
         parsed = found.parse(text)
         if parsed is not _NO_JSON:
@@ -162,7 +167,7 @@ class _Pass:
         """The redacted document, or _NO_JSON."""
         try:
             document = json.loads(text, object_pairs_hook=_Pairs, parse_int=_Number, parse_float=_Number)
-        except (ValueError, RecursionError):
+        except ValueError:
             return _NO_JSON
         return self.walk(document, ())
 

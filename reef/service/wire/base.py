@@ -110,27 +110,28 @@ ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 """Names that every template and format can write."""
 
 
-_NOT_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"?|[^"\[\]{}]+', re.DOTALL)
-_ONE_KIND = bytes.maketrans(b"[]", b"{}")
-
-
 def check_nesting(body: bytes, limit: int) -> None:
     """Raises RequestTooLarge naming the field if JSON is nested deeper than `limit`; no JSON is left to the parser."""
     if body.count(b"{") + body.count(b"[") <= limit:
         return
-    brackets = _NOT_BRACKETS.sub(b"", body).translate(_ONE_KIND)
-    for _ in range(limit):
-        brackets = brackets.replace(b"{}", b"")
-    if b"{}" in brackets:
-        raise RequestTooLarge(f"must be nested at most {limit} deep", _deep_field(body, limit))
-
-
-def _deep_field(body: bytes, limit: int) -> str | None:
-    """Where the nesting that goes too deep begins: the first steps of its path."""
     try:
-        level: list[tuple[str, Any]] = [("", msgspec.json.decode(body))]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+        document = msgspec.json.decode(body)
+    except RecursionError:
+        raise RequestTooLarge(f"must be nested at most {limit} deep") from None
+    except (msgspec.MsgspecError, ValueError, OverflowError):
+        return
+    level = [document]
+    for _ in range(limit + 1):
+        level = [outer for outer in level if isinstance(outer, dict | list)]
+        if not level:
+            return
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    raise RequestTooLarge(f"must be nested at most {limit} deep", _deep_field(document, limit))
+
+
+def _deep_field(document: Any, limit: int) -> str | None:
+    """Where the nesting that goes too deep begins: the first steps of its path."""
+    level: list[tuple[str, Any]] = [("", document)]
     for _ in range(limit):
         level = [(_step(path, key), inner) for path, outer in level for key, inner in _children(outer)]
     deep = next((path for path, value in level if isinstance(value, dict | list)), "")
