@@ -329,7 +329,9 @@ def test_the_printed_file_resolves_to_the_same_configuration(tmp_path: Path) -> 
     resolved = resolve(flags=flags)
     again = from_file(tmp_path, resolved.to_yaml())
     assert again.config == resolved.config
-    assert resolved.to_yaml().count("\n") == len(resolved.values) + len(SECTIONS) + 2, "and training.options, reef.permissions"
+    assert resolved.to_yaml().count("\n") == len(resolved.values) + len(SECTIONS) + 2, (
+        "and training.options, reef.permissions"
+    )
 
 
 def test_the_printed_file_shows_origins_and_hides_secrets() -> None:

@@ -58,7 +58,7 @@ def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
         *scrape.ROUTES,
     ]
     app = Starlette(
-        routes=[*routes, openapi_route(routes)],
+        routes=[*routes, openapi_route(routes, managed=deployment.provider is None)],
         middleware=[Middleware(Authentication, tokens=config.callers, most=config.max_concurrent_requests)],
         exception_handlers={
             ReefError: failures.on_reef_error,

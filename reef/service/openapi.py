@@ -52,25 +52,28 @@ _HEADERS = {
 _ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
 
 
-def openapi_route(routes: Sequence[Route]) -> Route:
-    """The route that describes `routes`, and itself."""
+def openapi_route(routes: Sequence[Route], *, managed: bool = True) -> Route:
+    """The route that describes `routes`, and itself. Without engines of our own a provider says what /v1 takes."""
     written: list[bytes] = []
 
     async def openapi(request: Request) -> Response:
         """`GET /openapi.json`: this description."""
         if not written:  # the schemas take a while, and most deployments are never asked
-            written.append(msgspec.json.encode(describe([*routes, found])))
+            written.append(msgspec.json.encode(describe([*routes, found], managed=managed)))
         return Response(written[0], media_type="application/json")
 
     found = Route("/openapi.json", openapi, methods=["GET"])
     return found
 
 
-def describe(routes: Sequence[Route]) -> dict[str, Any]:
+def describe(routes: Sequence[Route], *, managed: bool = True) -> dict[str, Any]:
     """The document."""
     kinds = [*BODIES.values(), *QUERIES.values(), *ANSWERS.values()]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(map(id, kinds), schemas, strict=True))
+    if not managed:
+        schema_of |= {id(kind): {"type": "object"} for path, kind in BODIES.items() if path.startswith("/v1/")}
+        schema_of |= {id(kind): {} for kind in ANSWERS.values()}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         path = route.path.replace(":path}", "}")

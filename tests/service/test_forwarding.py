@@ -12,8 +12,7 @@ import pytest
 from reef.config import resolve
 from reef.errors import ConfigError
 from reef.runtime.interfaces import HeaderProvider
-from reef.service.app import build
-from tests.service.conftest import Running, running
+from tests.service.conftest import Running
 from tests.service.providers import (
     DONE,
     END,
@@ -325,38 +324,3 @@ def test_nothing_can_be_trained_or_released(reef, provider):
     ask(reef)
     for action in ("rollback", "update"):
         assert reef.http.post(f"/reef/scenarios/s/{action}").status_code == 409
-
-
-# ---------------------------------------------------------------------------------------------- what is kept
-
-
-@pytest.mark.parametrize(
-    "answer", [reply(ANSWER), streamed(piece("a"), piece(finish="stop"), USAGE, DONE)], ids=["whole", "stream"]
-)
-def test_with_recording_off_every_byte_passes_and_none_is_kept(provider, tmp_path, answer):
-    provider.answer = answer
-    with in_front(provider.url, tmp_path) as reef:
-        said = ask(reef, x_reef_record="off")
-        assert said.status_code == 200 and "agent_record_id" not in said.text + str(said.headers)
-        assert reef.scenarios() == ["default"] and reef.records("s") == []
-        kept = ask(reef, x_reef_train="off")
-        assert kept.headers["x-reef-agent-record-id"] and reef.records("s")[0]["train"] is False
-
-
-def test_limits_hold_in_front_of_a_provider(provider, tmp_path):
-    provider.answer = reply(ANSWER)
-    with in_front(provider.url, tmp_path) as reef:
-        deep = ask(reef, content=b'{"model":"m","messages":' + b"[" * 100 + b"]" * 100 + b"}")
-        assert deep.status_code == 413 and message(deep).startswith("messages")
-        assert reef.scenarios() == ["default"]
-
-
-def test_a_secret_that_a_provider_streams_in_pieces_is_not_kept(provider, tmp_path):
-    provider.answer = streamed(piece("it is hunter2"), piece("-4711."), piece(finish="stop"), USAGE, DONE)
-    flags = {"inference.upstream-url": provider.url, "reef.data-dir": str(tmp_path)}
-    flags["reef.redact"] = "tests.service.test_redaction:hide"
-    config = resolve(environ={}, flags=flags).config
-    with running(build(config), redact=config.reef.redact) as reef:
-        assert "-4711" in ask(reef).text
-        (record,) = reef.records("s")
-        assert record["redacted"] and "it is [gone]." in record["response"] and "4711" not in record["response"]

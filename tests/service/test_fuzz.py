@@ -232,7 +232,7 @@ def test_no_bytes_on_the_wire_give_a_5xx(gateway):
 
 def test_the_fuzzers_would_notice(gateway, monkeypatch):
     def fragile(body: bytes, limit: int) -> None:
-        if b"1e400" in body:
+        if len(body) % 2:
             raise ZeroDivisionError
 
     monkeypatch.setattr("reef.service.gateway.check_nesting", fragile)
