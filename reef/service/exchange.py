@@ -118,6 +118,7 @@ class RecordedExchange(ABC):
                 train=self._head.allowed.train,
             )
         )
+        self._gateway.remember(self._head.scenario, self._record_id)
 
 
 class Exchange(RecordedExchange):

@@ -7,6 +7,8 @@ recorded as such, as far as a client saw it; it never trains.
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -15,11 +17,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from reef.errors import ReefError, UpstreamError
+from reef.errors import ReefError, Unavailable, UpstreamError
 from reef.inference.provider.client import returned_headers
 from reef.inference.provider.connection import Connection
 from reef.inference.provider.reply import Reply
 from reef.inference.provider.stream import EventStream
+from reef.metrics import answers, count_tokens, first_token
 from reef.runtime.interfaces import Ending, Generation, OutgoingRequest
 from reef.service.exchange import CLIENT_CLOSED_REQUEST, RecordedExchange
 from reef.service.failures import stream_failure
@@ -28,6 +31,11 @@ from reef.service.request import RECEIPT_HEADER, RequestHead, new_record_id
 
 WATCH_AFTER = 0.02
 """Seconds before anybody looks whether the client is still there; most answers are back by then."""
+
+_USAGE = re.compile(
+    rb'"(?:(prompt|input)|(completion|output)|(cached|cache_read_input))_tokens"\s*:\s*(\d{1,12})\b', re.ASCII
+)  # in JSON text its quotes would be escaped
+_USAGE_WITHIN = 4096  # bytes from either end of an answer
 
 RECORDED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 Headers = list[tuple[bytes, bytes]]
@@ -55,9 +63,11 @@ class Forwarding(RecordedExchange):
                     await self._send_events(reply, headers, send)
                 else:
                     await self._send_whole(status, headers, await reply.whole(status, headers), send)
-            except UpstreamError:
-                if reply.ending is not Ending.CLIENT_LEFT:
+            except UpstreamError as error:
+                if reply.ending is None:
                     raise
+                if reply.ending is not Ending.CLIENT_LEFT:
+                    raise Unavailable(str(error)) from error
                 await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
             finally:
                 watching.end()
@@ -65,8 +75,27 @@ class Forwarding(RecordedExchange):
     def _ask(self) -> Awaitable[Connection]:
         return _send(self._gateway, self._request, self._head, self._record_id, self._body)
 
+    async def _append(
+        self,
+        response: bytes,
+        status: int,
+        generations: list[Generation],
+        parent_id: str | None = None,
+        fork_of: str | None = None,
+    ) -> None:
+        await super()._append(response, status, generations, parent_id, fork_of)
+        for generation in generations:
+            answers(generation.ending).inc()
+        if not generations:
+            answers("complete").inc()
+        count_tokens(self._head.scenario, *usage(response))
+
+    def _note_first(self) -> None:
+        first_token(self._route).observe(time.perf_counter() - self._observed.began)
+
     async def _send_whole(self, status: int, headers: Headers, body: bytes, send: Send) -> None:
         if status < 400:
+            self._note_first()
             await self._open_scenario()
             await self._append(body, status, [])
         await _send_response(status, self._headers(headers, receipt=status < 400), body, send)
@@ -113,6 +142,7 @@ class Forwarding(RecordedExchange):
     async def _send_part(self, headers: Headers, part: bytes, send: Send) -> None:
         with suppress(OSError):  # the client is gone; the watch sees it too
             if not self._sent:
+                self._note_first()
                 await self._open_scenario()
                 await send(_start(200, self._headers(headers, receipt=True)))
             self._sent.append(part)
@@ -202,6 +232,16 @@ def _start(status: int, headers: Headers) -> Message:
 async def _send_response(status: int, headers: Headers, body: bytes, send: Send) -> None:
     await send(_start(status, [*headers, (b"content-length", b"%d" % len(body))]))
     await send({"type": "http.response.body", "body": body})
+
+
+def usage(answer: bytes) -> tuple[int, int, int]:
+    """Prompt, completion and cached tokens as the provider counts them, the last word on each; 0 where it says none."""
+    found = [0, 0, 0]
+    ends = answer if len(answer) <= 2 * _USAGE_WITHIN else answer[:_USAGE_WITHIN] + answer[-_USAGE_WITHIN:]
+    for said in _USAGE.finditer(ends):
+        kind = next(index for index in range(3) if said[index + 1] is not None)
+        found[kind] = int(said[4])
+    return found[0], found[1], found[2]
 
 
 def _cut(ending: Ending) -> Generation:

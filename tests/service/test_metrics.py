@@ -154,3 +154,27 @@ def test_a_route_is_named_by_its_template(gateway, route):
         assert gateway.http.get(route).status_code == 404
     template = "/reef/scenarios/{scenario}" if "scenarios" in route else "/v1/models/{model:path}"
     assert found.of("reef_requests_total", f"route={template}", "status=404") == 1
+
+
+def test_a_provider_counts_its_own_tokens(tmp_path):
+    from tests.service.providers import DONE, END, STREAM_HEAD, USAGE, FakeProvider, ask, chunk, in_front, piece, reply
+
+    provider = FakeProvider()
+    spoken = {"content": 'he said "prompt_tokens": 999', "usage": {"input_tokens": 11, "output_tokens": 7}}
+    spoken["usage"]["cache_read_input_tokens"] = 4
+    try:
+        with in_front(provider.url, tmp_path) as reef, counted(reef) as found:
+            provider.answer = reply(spoken)
+            assert ask(reef, "/v1/messages").status_code == 200
+            provider.answer = STREAM_HEAD + b"".join(map(chunk, [piece("a"), piece("b", "stop"), USAGE, DONE])) + END
+            assert ask(reef).status_code == 200
+            provider.answer = reply({"error": {"message": "no"}}, 429)
+            assert ask(reef).status_code == 429
+    finally:
+        provider.close()
+    for kind, number in {"prompt": 11 + 3, "completion": 7 + 2, "cached": 4}.items():
+        assert found.of("reef_tokens_total", "scenario=s", f"kind={kind}") == number
+    assert found.of("reef_answers_total", "ending=complete") == 2
+    for route in ("/v1/messages", CHAT):
+        assert found.of("reef_first_token_seconds_count", f"route={route}") == 1
+    assert found.of("reef_requests_total", f"route={CHAT}", "status=429") == 1
