@@ -17,7 +17,7 @@ STAMP := $(VENV)/.reef-installed-$(subst $(comma),-,$(EXTRAS))
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check bench crash gpu docs install engine-sglang clean
+.PHONY: demo test check fuzz bench crash gpu docs install engine-sglang clean
 
 demo: $(STAMP)
 	$(BIN)/reef demo $(ARGS)
@@ -31,6 +31,11 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/python -m pytest tests/test_structure.py tests/test_wheel.py
+
+# The fuzzers of `make test` for longer: FUZZ times as long.
+FUZZ ?= 30
+fuzz: $(STAMP)
+	REEF_FUZZ=$(FUZZ) $(BIN)/python -m pytest tests/service/test_fuzz.py --timeout 0 $(ARGS)
 
 bench: $(STAMP)
 	for name in $(basename $(notdir $(wildcard benchmarks/[a-z]*.py))); do \

@@ -25,6 +25,8 @@ from reef.verify.command import verify
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="reef")
@@ -230,6 +232,32 @@ def demo(seed: int, steps: int | None, output: Path, keep: bool) -> None:
     raise click.exceptions.Exit(run(seed=seed, steps=steps, output=output, keep=keep))
 
 
+@root.command()
+@click.option("--role", "roles", multiple=True, type=click.Choice(["infer", "report", "admin"]), help="Default: all.")
+@click.option("--scenario", "scenarios", multiple=True, help="Only for these scenarios.  [default: all]")
+@_as_json
+def token(roles: tuple[str, ...], scenarios: tuple[str, ...], as_json: bool) -> None:
+    """Make a bearer token. Its secret is shown once, and nowhere kept; reef.tokens takes its digest.
+
+    \b
+    Examples:
+      reef token
+      reef token --role infer --role report --scenario support
+    """
+    import secrets
+
+    from reef.service.config import digest_of
+
+    secret = f"reef_{secrets.token_urlsafe(32)}"
+    entry: dict[str, Any] = {"digest": digest_of(secret)}
+    entry |= {name: list(given) for name, given in (("roles", roles), ("scenarios", scenarios)) if given}
+    if as_json:
+        _print_json({"secret": secret, **entry})
+        return
+    click.echo(f"secret, for the client (REEF_TOKEN, or its API key): {secret}")
+    click.echo(f"entry of reef.tokens, for the deployment file:\n\nreef:\n  tokens:\n    - {inline_yaml(entry)}")
+
+
 # ---------------------------------------------------------------------------------------------- a running Reef
 
 
@@ -240,7 +268,6 @@ def _connection(command: Command) -> Command:
     return url(token(command))
 
 
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print the server's JSON.")
 _scenario = click.option("--scenario", envvar="REEF_SCENARIO", help="Scenario.  [default: the deployment's default]")
 
 

@@ -171,6 +171,7 @@ def resolve(
         sections[section] = _build_section(section, backend, settings, values, origins)
     config = ReefConfig(**sections)
     _check_colocation(config, origins)
+    _check_tokens(values["reef.tokens"], origins["reef.tokens"])
     _check_provider(config, origins)
     return Resolved(config, values, origins, _warnings(config))
 
@@ -199,6 +200,13 @@ def _check_colocation(config: ReefConfig, origins: Mapping[str, str]) -> None:
             f"trainer takes the memory that requests would be frozen in; got {config.inference.pause_mode} "
             f"({origins['inference.pause-mode']})"
         )
+
+
+def _check_tokens(tokens: list[Any], origin: str) -> None:
+    """Raises ConfigError for a token in a file: what lies there must not open anything."""
+    plain = [token for token in tokens if isinstance(token, str) and not token.startswith("sha256:")]
+    if plain and origin.startswith("file "):
+        raise ConfigError(f"reef.tokens in a file must be digests ({origin}): write what `reef token` prints")
 
 
 def _check_provider(config: ReefConfig, origins: Mapping[str, str]) -> None:

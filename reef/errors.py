@@ -3,12 +3,14 @@
 ReefError
 ├── InvalidRequest        the caller's fault; names the field
 │   ├── UnknownReceipt
-│   └── RequestTooLarge
+│   ├── RequestTooLarge   over a limit on what one request may hold
+│   └── TooSlow           its body did not arrive in time
 ├── Unauthorized
 ├── Forbidden
 ├── NotFound
 ├── Conflict              same id, other content; or a lost compare-and-swap
 │   └── LeaseLost         another process trains this deployment now
+├── TooManyRequests       over a limit on how many; try again later
 ├── Unavailable           try again later: starting, recovering, closed admission
 ├── StorageError          the database or the disk refused a write
 │   └── DamagedRecord     a stored record is not what was stored
@@ -43,7 +45,11 @@ class UnknownReceipt(InvalidRequest):
 
 
 class RequestTooLarge(InvalidRequest):
-    """The body is over the configured limit."""
+    """The body is over a configured limit: bytes, depth, messages."""
+
+
+class TooSlow(InvalidRequest):
+    """The body did not arrive in the configured time."""
 
 
 class Unauthorized(ReefError):
@@ -64,6 +70,14 @@ class Conflict(ReefError):
 
 class LeaseLost(Conflict):
     """Another process holds the deployment's training lease; only that one may commit."""
+
+
+class TooManyRequests(ReefError):
+    """Over a configured limit on how many there may be at once. `retry_after` is in seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class Unavailable(ReefError):
@@ -125,11 +139,13 @@ class ConfigError(ReefError):
 # Most specific first: the first class that matches decides.
 HTTP_STATUS: tuple[tuple[type[ReefError], int], ...] = (
     (RequestTooLarge, 413),
+    (TooSlow, 408),
     (InvalidRequest, 400),
     (Unauthorized, 401),
     (Forbidden, 403),
     (NotFound, 404),
     (Conflict, 409),
+    (TooManyRequests, 429),
     (Unavailable, 503),
     (StorageError, 503),
     (WorkerDied, 503),

@@ -123,7 +123,7 @@ def test_every_section_of_the_architecture_is_there() -> None:
     [("a", ["a"]), ("a, b", ["a", "b"]), ('["a,b", "c"]', ["a,b", "c"]), ("", []), ("[]", [])],
 )
 def test_lists_are_json_or_commas(text: str, expected: list[str]) -> None:
-    assert resolve(flags=MODEL | {"reef.tokens": text}).config.reef.tokens == expected
+    assert resolve(flags=MODEL | {"reef.redact": text}).config.reef.redact == expected
 
 
 @pytest.mark.parametrize("text", ["clip=0.2,kind=x,on=true", '{"clip": 0.2, "kind": "x", "on": true}'])
@@ -329,7 +329,9 @@ def test_the_printed_file_resolves_to_the_same_configuration(tmp_path: Path) -> 
     resolved = resolve(flags=flags)
     again = from_file(tmp_path, resolved.to_yaml())
     assert again.config == resolved.config
-    assert resolved.to_yaml().count("\n") == len(resolved.values) + len(SECTIONS) + 1, "and training.options"
+    assert resolved.to_yaml().count("\n") == len(resolved.values) + len(SECTIONS) + 2, (
+        "and training.options, reef.permissions"
+    )
 
 
 def test_the_printed_file_shows_origins_and_hides_secrets() -> None:

@@ -55,22 +55,22 @@ def build_scorer(name: str) -> Scorer:
         return exact
     if name == "contains":
         return contains
-    return _resolve("evaluation.scorer", name, "exact or contains")
+    return load_callable("evaluation.scorer", name, "exact or contains")
 
 
 def _construct(field: str, path: str, known: str, *arguments: Any) -> object:
     """What the callable that `path` names gives."""
-    target = _resolve(field, path, known)
+    target = load_callable(field, path, known)
     try:
         return target(*arguments)
     except ConfigError:
         raise
-    except Exception as error:  # as in _resolve: the user's code
+    except Exception as error:  # as in load_callable: the user's code
         raise ConfigError(f"{field}: {path} failed: {type(error).__name__}: {error}") from error
 
 
-def _resolve(field: str, path: str, known: str) -> Callable[..., Any]:
-    """The callable that `path` names."""
+def load_callable(field: str, path: str, known: str) -> Callable[..., Any]:
+    """The callable that `path` names; `known` are the other words that `field` takes. Raises ConfigError."""
     module_name, _, attribute = path.partition(":")
     if not module_name.endswith(".py") and "." not in module_name and ":" not in path:
         raise ConfigError(f"{field} must be {known}, or package.module:name, got {path!r}")

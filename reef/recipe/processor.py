@@ -39,6 +39,9 @@ from reef.runtime.interfaces import (
 REMEMBERED = 65_536
 """Consumed ids kept in memory. Older ones are known from the store, which `ingest` is told about."""
 
+MAX_REASON = 500
+"""Characters of a grader's error that are logged and kept as the reason; the report itself has all of it."""
+
 
 @dataclass(slots=True, frozen=True)
 class _Built:
@@ -79,7 +82,8 @@ class ScoredProcessor(Processor):
         except InvalidRequest as error:
             return [self._consume(report.record_id, Refusal("malformed", Disposition.INELIGIBLE, str(error)))]
         if report.error is not None:
-            return [self._refuse(report, parsed, Refusal("grader_error", Disposition.INELIGIBLE, report.error))]
+            reason = report.error[:MAX_REASON]
+            return [self._refuse(report, parsed, Refusal("grader_error", Disposition.INELIGIBLE, reason))]
         if parsed.score is None:
             return [self._consume(report.record_id, Refusal("no_score", Disposition.INELIGIBLE, "no score"))]
         samples, refusals, written_off = self._samples(report, parsed, records, consumed or {})

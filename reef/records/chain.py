@@ -234,9 +234,8 @@ def _consume(connection: Connection, commit: Commit) -> None:
         if sequence in taken:
             raise Conflict(f"record {consumption.record_id} is consumed already")
         taken.add(sequence)
-        rows.append(
-            (sequence, commit.scenario, commit.step, position, str(consumption.disposition), consumption.reason)
-        )
+        reason = consumption.reason.replace("\0", "\N{REPLACEMENT CHARACTER}")  # PostgreSQL's text has no NUL
+        rows.append((sequence, commit.scenario, commit.step, position, str(consumption.disposition), reason))
     insert(connection, "INSERT INTO consumption (seq, scenario, step, position, disposition, reason)", rows)
     for some in chunks(list(sequences.values())):
         connection.execute(

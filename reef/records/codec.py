@@ -104,7 +104,14 @@ class _LinkedExchange(_PackedExchange, array_like=True):
     fork_of: str | None = None
 
 
-_exchange_decoder = msgspec.msgpack.Decoder(_LinkedExchange)
+class _BarredExchange(_LinkedExchange, array_like=True):
+    """One that must not train."""
+
+    train: bool = True
+    redacted: bool = False
+
+
+_exchange_decoder = msgspec.msgpack.Decoder(_BarredExchange)
 
 
 def encode(record: Record) -> Encoded:
@@ -166,7 +173,8 @@ def emptied(record: Record) -> bytes | None:
         generations = msgspec.msgpack.encode([_pack_generation(generation) for generation in record.generations])
         bodies = {"request": record.request, "response": record.response, "generations": generations}
         kept: dict[str, Any] = {
-            "route": record.route, "status": record.status, "release_id": record.release_id, "tags": record.tags
+            "route": record.route, "status": record.status, "release_id": record.release_id, "tags": record.tags,
+            **({"redacted": True} if record.redacted else {}),
         }  # fmt: skip
     else:
         said = {"feedback": record.feedback, "metadata": record.metadata}
@@ -174,6 +182,8 @@ def emptied(record: Record) -> bytes | None:
         kept = {"references": record.references, "score": record.score, "error": record.error}
     if not bodies:
         return None
+    if not record.train:
+        kept["train"] = False
     kept["purged"] = list(bodies)
     hashes = [hashlib.sha256(body).digest() for body in bodies.values()]
     content = bytes([len(hashes)]) + b"".join(hashes) + _json_bytes(kept)
@@ -244,7 +254,10 @@ def _canonical(record: Record) -> Record:
 
 
 def _json_content(record: ReportRecord | InstructionRecord) -> bytes:
-    return _json_bytes({name: getattr(record, name) for name in _JSON_FIELDS[type(record)]})
+    fields = {name: getattr(record, name) for name in _JSON_FIELDS[type(record)]}
+    if fields.get("train") is True:  # as it was written before there was a choice
+        del fields["train"]
+    return _json_bytes(fields)
 
 
 def _json_bytes(value: Any) -> bytes:
@@ -262,6 +275,10 @@ def _pack_exchange(record: InferenceRecord) -> bytes:
         dict(sorted(record.tags.items())),
         [_pack_generation(generation) for generation in record.generations],
     )
+    if not record.train:
+        return msgspec.msgpack.encode(
+            _BarredExchange(*fields, record.parent_id, record.fork_of, False, record.redacted)
+        )
     if record.parent_id is None and record.fork_of is None:
         return msgspec.msgpack.encode(_PackedExchange(*fields))
     return msgspec.msgpack.encode(_LinkedExchange(*fields, record.parent_id, record.fork_of))
@@ -299,6 +316,8 @@ def _unpack_exchange(
         tags=exchange.tags,
         parent_id=exchange.parent_id,
         fork_of=exchange.fork_of,
+        train=exchange.train,
+        redacted=exchange.redacted,
         sequence=sequence,
     )
 

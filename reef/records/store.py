@@ -58,6 +58,8 @@ class SqlStorage(Storage):
         self._writer: GroupWriter | None = None
         self._readers: ThreadPoolExecutor | None = None
         self._lease = ""  # the tenure that this storage commits under
+        self.prepare: Callable[[Record], Record] = lambda record: record
+        """What is made of a record before it is stored; what it raises is raised by `append`."""
 
     async def open(self) -> None:
         """Raises StorageError saying what to do about a foreign, newer, damaged, unreachable or unwritable one."""
@@ -96,7 +98,7 @@ class SqlStorage(Storage):
 
     async def append(self, record: Record) -> Record:
         began = time.perf_counter()
-        encoded = await asyncio.to_thread(encode, record) if _size(record) > _LARGE else encode(record)
+        encoded = await asyncio.to_thread(self._encode, record) if _size(record) > _LARGE else self._encode(record)
         with span("append", kind=encoded.kind, record_id=record.record_id):
             sequence, created_at = await self._write(self._appending(encoded), _APPENDS[encoded.kind])
         APPEND_SECONDS.observe(time.perf_counter() - began)
@@ -104,6 +106,9 @@ class SqlStorage(Storage):
         stored = encoded.record
         stored.sequence, stored.created_at = sequence, created_at
         return stored
+
+    def _encode(self, record: Record) -> Encoded:
+        return encode(self.prepare(record))
 
     @abstractmethod
     def _appending(self, encoded: Encoded) -> Callable[[Connection], tuple[int, float]]:

@@ -218,6 +218,8 @@ class InferenceRecord:
     tags: dict[str, str] = field(default_factory=dict)
     parent_id: str | None = None  # receipt of the answer of ours that the conversation goes on from
     fork_of: str | None = None  # receipt of the answer in whose place the conversation has another one
+    train: bool = True  # False: training is off for it, whatever any recipe says
+    redacted: bool = False  # something of request or response was taken out, and with it every token id
     sequence: int = 0  # total order in the store; assigned by it
     purged: dict[str, str] = field(default_factory=dict)  # fields that retention emptied -> sha256 of what they held
 
@@ -234,6 +236,7 @@ class ReportRecord:
     feedback: str | dict[str, Any] | None = None
     error: str | None = None  # the grader failed: counted, never a score
     metadata: dict[str, Any] = field(default_factory=dict)
+    train: bool = True  # as of an answer
     sequence: int = 0
     purged: dict[str, str] = field(default_factory=dict)
 

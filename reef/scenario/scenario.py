@@ -16,8 +16,10 @@ from reef.runtime.interfaces import (
     Candidate,
     CommitKind,
     Consumption,
+    Disposition,
     InferenceRecord,
     InstructionRecord,
+    Processor,
     Release,
     ReleaseKind,
     ReportRecord,
@@ -39,11 +41,14 @@ class Scenario:
         self.recipe = services.recipe
         self._services = services
         self._steps = Steps(state, services)
-        self._processor = services.recipe.processor(state.algorithm_state)
+        self._processor = self._new_processor(state)
         self._cursor = 0
         self._recovered: Candidate | None = None
         self._forced = False
         self._scheduler = RuntimeScheduler(self.name, self._due, self._learn, services.turn)
+
+    def _new_processor(self, state: ScenarioState) -> Processor | None:
+        return self.recipe.processor(state.algorithm_state) if self._services.may_train(self.name) else None
 
     @property
     def head(self) -> Release:
@@ -71,7 +76,7 @@ class Scenario:
         """Begin to learn from what the store holds, whatever was known before; another process did until now."""
         releases = await self._services.storage.releases(self.name, limit=10_000)
         self._steps.numbers = {release.release_id: release.number for release in releases}
-        self._processor = self.recipe.processor(state.algorithm_state)
+        self._processor = self._new_processor(state)
         self._cursor, self._forced, self._recovered = 0, False, None
 
     async def write_off_recovered(self, candidate: Candidate, reason: str) -> None:
@@ -98,7 +103,8 @@ class Scenario:
     async def update(self) -> dict[str, Any]:
         """Train on what waits now, without waiting for a full batch."""
         if self._processor is None:
-            raise Conflict(f"recipe {self.recipe.name!r} never trains")
+            off = "" if self._services.may_train(self.name) else f"training is off for scenario {self.name!r}"
+            raise Conflict(off or f"recipe {self.recipe.name!r} never trains")
         self._require_turn_here()
         await self._ingest()
         waiting = self._processor.counts()
@@ -209,9 +215,15 @@ class Scenario:
             consumed = await storage.consumed(self.name, receipts)
             found = await storage.get(self.name, [receipt for receipt in receipts if receipt not in consumed])
             records = {key: record for key, record in found.items() if isinstance(record, InferenceRecord)}
-            discarded: list[Consumption] = []
+            barred = [record for record in records.values() if not record.train]
+            discarded = [_barred(record) for record in barred]
+            discarded += [_barred(report) for report in reports if not report.train]
+            for record in barred:  # no recipe sees it: to them it was written off before
+                consumed[record.record_id] = Disposition.INELIGIBLE
+                del records[record.record_id]
             for report in reports:
-                discarded += self._processor.ingest(report, records, consumed)
+                if report.train:
+                    discarded += self._processor.ingest(report, records, consumed)
             self._cursor = reports[-1].sequence
             await self._discard(discarded)
 
@@ -257,3 +269,7 @@ class Scenario:
             int(batch.metrics.get("reports", 0)),
         )
         return None
+
+
+def _barred(record: InferenceRecord | ReportRecord) -> Consumption:
+    return Consumption(record.record_id, Disposition.INELIGIBLE, "training is off for it")

@@ -71,6 +71,7 @@ class Services:
     probe_ids: list[int]
     released: Callable[[], Awaitable[None]]  # called after every release, while the turn is still held
     elsewhere: Callable[[], str | None] = lambda: None  # why another process must train, release, roll back
+    may_train: Callable[[str], bool] = lambda _: True  # whether training is permitted for a scenario
     pause_mode: PauseMode = PauseMode.IN_PLACE  # what a publication does to requests in flight; releases say it
 
 

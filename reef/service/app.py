@@ -36,7 +36,9 @@ from reef.service.config import ReefConfig, ServiceConfig
 from reef.service.deployment import Deployment
 from reef.service.direct import DirectRoutes
 from reef.service.gateway import Gateway
+from reef.service.http import BoundedProtocol
 from reef.service.observe import Observer
+from reef.service.openapi import openapi_route
 from reef.service.upstream import build
 
 ABORT_SECONDS = 5.0
@@ -62,8 +64,11 @@ def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
         *scrape.ROUTES,
     ]
     app = Starlette(
-        routes=routes,
-        middleware=[Middleware(Authentication, tokens=config.tokens), Middleware(DirectRoutes, routes=routes)],
+        routes=[*routes, openapi_route(routes, managed=deployment.provider is None)],
+        middleware=[
+            Middleware(Authentication, tokens=config.callers, most=config.max_concurrent_requests),
+            Middleware(DirectRoutes, routes=routes),
+        ],
         exception_handlers={
             ReefError: failures.on_reef_error,
             HTTPException: failures.on_http_exception,
@@ -71,9 +76,9 @@ def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
             Exception: failures.on_unexpected,
         },
     )
-    app.state.gateway = Gateway(deployment, config)
+    app.state.gateway = gateway = Gateway(deployment, config)
     paths = [route.path for route in app.routes if isinstance(route, Route) and not route.param_convertors]
-    app.state.observer = Observer(app, paths)
+    app.state.observer = Observer(app, paths, gateway.redaction.keeps)
     return app
 
 
@@ -91,7 +96,7 @@ class GatewayServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app.state.observer,
-                http="httptools",
+                http=BoundedProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -161,10 +166,11 @@ def serve(config: ReefConfig) -> None:
 
     A second SIGINT cuts what still runs. Raises ConfigError, and whatever keeps the deployment from starting.
     """
-    logs.configure(config.observability)
+    deployment = build(config)
+    logs.configure(config.observability, deployment.redaction)
     if config.observability.trace_endpoint is not None:
         tracing.send_to(config.observability.trace_endpoint)
-    server = GatewayServer(build(config), config.reef, _announce)
+    server = GatewayServer(deployment, config.reef, _announce)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run_in_main_thread(server))

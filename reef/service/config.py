@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import hashlib
 import ipaddress
 from typing import Annotated, Literal
 
@@ -16,6 +18,40 @@ from reef.records.config import PostgresConfig, SqliteConfig
 from reef.runtime.config import ExecutionConfig
 from reef.train.torch_backend.config import TorchConfig
 
+Digest = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$", description="what `reef token` prints")]
+ScenarioName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+
+
+class Permissions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, rename="kebab"):
+    """What may be done with an exchange. No level gives back what another one takes away."""
+
+    serve: Annotated[bool, Meta(description="whether requests for answers are let in")] = True
+    record: Annotated[bool, Meta(description="whether exchanges are stored; where not, there is no receipt")] = True
+    train: Annotated[bool, Meta(description="whether what is stored from now on may ever train")] = True
+
+    def __and__(self, other: Permissions) -> Permissions:
+        return Permissions(
+            serve=self.serve and other.serve, record=self.record and other.record, train=self.train and other.train
+        )
+
+
+class Role(enum.StrEnum):
+    """What a token may do."""
+
+    INFER = "infer"  # the provider-shaped routes
+    REPORT = "report"  # POST /reef/report, and the contract that says how
+    ADMIN = "admin"  # everything else
+
+
+class TokenConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, rename="kebab"):
+    """One bearer token, known by its digest."""
+
+    digest: Digest
+    roles: list[Role] = msgspec.field(default_factory=lambda: list(Role))
+    scenarios: list[ScenarioName] | None = None  # None: all
+    record: bool = True
+    train: bool = True
+
 
 class ServiceConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, rename="kebab"):
     """Section `reef`. Raises ValueError where Reef would be open to a network without a token."""
@@ -25,22 +61,54 @@ class ServiceConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
     data_dir: Annotated[str, Meta(description="directory for records, releases and markers", min_length=1)] = (
         ".reef/data"
     )
-    default_scenario: Annotated[
-        str, Meta(description="scenario of requests that name none", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
-    ] = "default"
+    default_scenario: Annotated[ScenarioName, Meta(description="scenario of requests that name none")] = "default"
     tokens: Annotated[
-        list[Annotated[str, Meta(min_length=1)]],
-        Meta(description="bearer tokens that may call; none: loopback only", extra={"secret": True}),
+        list[Annotated[str, Meta(min_length=1)] | TokenConfig],
+        Meta(
+            description="who may call: digests that `reef token` printed, alone or with roles and scenarios; "
+            "a token itself only in the environment or a flag; none: loopback only",
+            extra={"secret": True},
+        ),
+    ] = msgspec.field(default_factory=list)
+    permissions: Permissions = msgspec.field(default_factory=Permissions)
+    scenarios: Annotated[
+        dict[ScenarioName, Permissions],
+        Meta(description="by name, scenarios with stricter permissions: {support: {train: false}}"),
+    ] = msgspec.field(default_factory=dict)
+    redact: Annotated[
+        list[str],
+        Meta(
+            description="functions, package.module:name or file.py:name, from text to what may be stored and logged "
+            "of it, applied in this order"
+        ),
     ] = msgspec.field(default_factory=list)
     max_body_bytes: Annotated[int, Meta(description="largest request body, in bytes", ge=1024)] = 10 * 1024 * 1024
+    body_timeout: Annotated[
+        float, Meta(description="seconds that a request body may take to arrive", gt=0.0, le=3600.0)
+    ] = 60.0
+    max_json_depth: Annotated[int, Meta(description="deepest nesting of a request's JSON", ge=8, le=200)] = 64
+    max_messages: Annotated[
+        int,
+        Meta(description="most messages, or prompts, of one request, with what it goes on from", ge=1, le=1_000_000),
+    ] = 10_000
+    max_concurrent_requests: Annotated[int, Meta(description="most requests of one token at a time", ge=1)] = 1024
+    max_scenarios: Annotated[int, Meta(description="most scenarios; a request for one more gets 429", ge=1)] = 10_000
     shutdown_grace: Annotated[
         float, Meta(description="seconds that running requests get to finish at shutdown", ge=0.0, le=3600.0)
     ] = 10.0
 
+    @property
+    def callers(self) -> list[TokenConfig]:
+        return [token for token in self.tokens if isinstance(token, TokenConfig)]
+
+    def permissions_of(self, scenario: str) -> Permissions:
+        """Those of the deployment and the scenario together."""
+        own = self.scenarios.get(scenario)
+        return self.permissions if own is None else self.permissions & own
+
     def __post_init__(self) -> None:
-        for token in self.tokens:
-            if not token.isascii() or not token.isprintable() or " " in token:
-                raise ValueError("reef.tokens must be printable ASCII without spaces")
+        hashed = [token if isinstance(token, TokenConfig) else _hashed(token) for token in self.tokens]
+        msgspec.structs.force_setattr(self, "tokens", hashed)
         if not self.tokens and not is_loopback(self.host):
             raise ValueError(
                 f"reef.host must be a loopback address while reef.tokens is empty, got {self.host!r}: "
@@ -85,6 +153,23 @@ class ReefConfig(msgspec.Struct, kw_only=True, frozen=True):
     execution: ExecutionConfig
     evaluation: EvaluationConfig
     observability: ObservabilityConfig
+
+
+def _hashed(token: str) -> TokenConfig:
+    """Raises ValueError, without the token."""
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError("reef.tokens must be printable ASCII without spaces")
+    if token.startswith("sha256:"):
+        try:
+            return msgspec.convert({"digest": token}, TokenConfig)
+        except msgspec.ValidationError:
+            raise ValueError("reef.tokens: a digest is sha256: and 64 hexadecimal digits") from None
+    return TokenConfig(digest=digest_of(token))
+
+
+def digest_of(token: str) -> str:
+    """By which Reef knows a token."""
+    return f"sha256:{hashlib.sha256(token.encode()).hexdigest()}"
 
 
 def is_loopback(host: str) -> bool:

@@ -27,6 +27,7 @@ from reef.runtime.interfaces import (
     InferenceHandler,
     MarkerState,
     PrefixUse,
+    Record,
     ScenarioState,
     Storage,
 )
@@ -38,6 +39,7 @@ from reef.scenario.steps import Services
 from reef.service.config import NoTraining, ReefConfig
 from reef.service.membership import FOLLOWING, Membership, serve_release
 from reef.service.plan import lay_foundation, managed, pause_mode
+from reef.service.redaction import Redaction
 from reef.service.runtime import build_runtimes
 
 log = logging.getLogger("reef.service")
@@ -56,6 +58,7 @@ class Deployment:
     def __init__(self, config: ReefConfig) -> None:
         self.config = config
         self.data = Path(config.reef.data_dir)
+        self.redaction = Redaction.load(config.reef.redact)
         self.started_at = time.time()
         self._lock = DirectoryLock(self.data)
         self._scenarios: dict[str, Scenario] = {}
@@ -92,7 +95,9 @@ class Deployment:
 
     async def _build(self) -> None:
         config, data = self.config, self.data
-        self.storage: Storage = open_storage(config.storage, data)
+        storage = open_storage(config.storage, data)
+        storage.prepare = self._redacted
+        self.storage: Storage = storage
         self._membership = Membership(
             self.storage, data, config.storage.lease_seconds, follow=self._follow, take_over=self._take_over
         )
@@ -109,8 +114,12 @@ class Deployment:
             probe_ids=probe_ids,
             released=self._collect_garbage,
             elsewhere=self._membership.elsewhere,
+            may_train=lambda scenario: config.reef.permissions_of(scenario).train,
             pause_mode=pause_mode(config),
         )
+
+    def _redacted(self, record: Record) -> Record:
+        return self.redaction.record(record, None if self.provider else self.chat.tokenizer.text_of)
 
     async def _assemble(self) -> tuple[Complete, list[int]]:
         """Make both runtimes and what is asked through them; return how a candidate is asked, and what probes it."""

@@ -20,6 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from starlette.responses import Response
@@ -57,7 +58,7 @@ class RecordedExchange(ABC):
         self._sent: list[bytes] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._observed = working_for(self._head.scenario, self._record_id)
+        self._observed = working_for(self._head.scenario, self._record_id if self._head.allowed.record else "")
         if self._head.record_id is None:
             await self._generate(scope, receive, send)
             return
@@ -76,6 +77,8 @@ class RecordedExchange(ABC):
             return None
         if isinstance(record, InferenceRecord) and record.purged:
             raise Conflict(f"the answer with record id {self._record_id!r} was emptied by retention; ask with a new id")
+        if isinstance(record, InferenceRecord) and record.redacted:
+            raise Conflict(f"the answer with record id {self._record_id!r} was redacted; ask with a new id")
         if not isinstance(record, InferenceRecord) or (record.route, record.request) != (self._route, self._body):
             raise Conflict(f"record id {self._record_id!r} is taken by another request")
         if not all(generation.ending.complete for generation in record.generations):
@@ -95,7 +98,9 @@ class RecordedExchange(ABC):
         parent_id: str | None = None,
         fork_of: str | None = None,
     ) -> None:
-        """Return when the record is durable. Raises StorageError, Conflict."""
+        """Return when the record is durable, or at once where recording is off. Raises StorageError, Conflict."""
+        if not self._head.allowed.record:
+            return
         await self._gateway.deployment.storage.append(
             InferenceRecord(
                 record_id=self._record_id,
@@ -110,6 +115,7 @@ class RecordedExchange(ABC):
                 tags=self._head.tags,
                 parent_id=parent_id,
                 fork_of=fork_of,
+                train=self._head.allowed.train,
             )
         )
         self._gateway.remember(self._head.scenario, self._record_id)
@@ -120,7 +126,7 @@ class Exchange(RecordedExchange):
 
     def __init__(self, gateway: Gateway, head: RequestHead, call: ChatCall, api: Api, body: bytes) -> None:
         super().__init__(gateway, head, api.route, body)
-        self._call = call
+        self._call = call = call if head.allowed.record else replace(call, recorded=False)
         model = gateway.deployment.models()[0]
         self._writer = api.writer(call, self._record_id, int(self._created_at), model)
 
@@ -128,6 +134,9 @@ class Exchange(RecordedExchange):
         self._gateway.admit()
         scenario = await self._gateway.existing(self._head.scenario)
         head = scenario.head if scenario is not None else None
+        recorded = self._head.allowed.record
+        if head is None and recorded:
+            self._gateway.check_room()
         stream = await self._in_terms_of_this_api(self._start())
         async with self._gateway.generating(stream):
             watcher = asyncio.create_task(_abort_when_client_leaves(receive, stream))
@@ -136,9 +145,9 @@ class Exchange(RecordedExchange):
                 first_token(self._route).observe(time.perf_counter() - self._observed.began)
                 if first is not None and first.ending is Ending.ENGINE_CUT and not stream.began:
                     raise Unavailable(first.error or "the engine failed")
-                if head is None:  # created only now: a request that is refused creates nothing
-                    head = (await self._gateway.deployment.scenario(self._head.scenario, create=True)).head
-                self._release_id = head.release_id
+                if head is None and recorded:  # created only now: a request that is refused creates nothing
+                    head = (await self._gateway.scenario(self._head.scenario)).head
+                self._release_id = head.release_id if head is not None else None
                 if self._call.stream and first is not None:
                     await self._send_stream(stream, first, send)
                 else:
@@ -174,7 +183,8 @@ class Exchange(RecordedExchange):
             self._record_id = self._observed.receipt = new_record_id()
             response = _cut_response(stream.ending, error, self._route)
         stream.abort(Ending.ENGINE_CUT)
-        response.headers[RECEIPT_HEADER] = self._record_id
+        if self._head.allowed.record:
+            response.headers[RECEIPT_HEADER] = self._record_id
         await self._record(stream, bytes(response.body), response.status_code)
         return response
 
@@ -229,14 +239,15 @@ class Exchange(RecordedExchange):
         prompt = stream.prompt
         await self._append(response, status, stream.generations, prompt.parent_id, prompt.fork_of)
         _count(self._head.scenario, stream)
-        self._gateway.deployment.chat.remember(stream, self._record_id)
+        if self._head.allowed.record:
+            self._gateway.deployment.chat.remember(stream, self._record_id)
 
     def _stream_headers(self) -> list[tuple[bytes, bytes]]:
         return [
             (b"content-type", EVENT_STREAM.encode()),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
-            (RECEIPT_HEADER.encode(), self._record_id.encode()),
+            *([(RECEIPT_HEADER.encode(), self._record_id.encode())] if self._head.allowed.record else []),
         ]
 
 

@@ -9,7 +9,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from reef.errors import NotFound, ReefError, RequestTooLarge, Unauthorized, Unavailable, http_status
+from reef.errors import (
+    NotFound,
+    ReefError,
+    RequestTooLarge,
+    TooManyRequests,
+    TooSlow,
+    Unauthorized,
+    Unavailable,
+    http_status,
+)
 from reef.metrics import ERRORS
 from reef.service.wire import messages, openai
 
@@ -19,16 +28,16 @@ log = logging.getLogger("reef.service")
 def failure_response(
     error: ReefError, path: str, status: int | None = None, headers: dict[str, str] | None = None
 ) -> Response:
-    """Return the response for `error` on a route; 503 carries Retry-After."""
+    """Return the response for `error` on a route; 429 and 503 carry Retry-After."""
     ERRORS.labels(type(error).__name__).inc()
     status = status or http_status(error)
     sent = dict(headers or {})
-    if status == 503:
-        wait = error.retry_after if isinstance(error, Unavailable) else 1.0
+    if status in (429, 503):
+        wait = error.retry_after if isinstance(error, TooManyRequests | Unavailable) else 1.0
         sent["retry-after"] = str(max(1, math.ceil(wait)))
     if isinstance(error, Unauthorized):
         sent["www-authenticate"] = "Bearer"
-    if isinstance(error, RequestTooLarge):
+    if isinstance(error, RequestTooLarge | TooSlow):
         sent["connection"] = "close"  # the rest of the body is not read
     written = messages if path.startswith("/v1/messages") else openai
     return Response(written.error_body(error, status), status, sent, "application/json")

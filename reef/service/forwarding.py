@@ -27,7 +27,7 @@ from reef.runtime.interfaces import Ending, Generation, OutgoingRequest
 from reef.service.exchange import CLIENT_CLOSED_REQUEST, RecordedExchange
 from reef.service.failures import stream_failure
 from reef.service.gateway import Gateway
-from reef.service.request import RECEIPT_HEADER, RequestHead, new_record_id, read_body, read_head
+from reef.service.request import RECEIPT_HEADER, RequestHead, new_record_id
 
 WATCH_AFTER = 0.02
 """Seconds before anybody looks whether the client is still there; most answers are back by then."""
@@ -50,6 +50,8 @@ class Forwarding(RecordedExchange):
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._gateway.admit()
+        if self._head.allowed.record and await self._gateway.existing(self._head.scenario) is None:
+            self._gateway.check_room()
         reply = Reply()
         watching = _Watch(receive, reply)
         async with self._gateway.generating(reply):
@@ -117,7 +119,7 @@ class Forwarding(RecordedExchange):
     async def _end_events(
         self, events: EventStream, ending: Ending | None, failure: ReefError | None, headers: Headers, send: Send
     ) -> None:
-        rest = events.finish(self._record_id)
+        rest = events.finish(self._record_id if self._head.allowed.record else None)
         if failure is None:
             rest += b"" if events.ended else events.partial
         elif ending is not Ending.CLIENT_LEFT:
@@ -148,12 +150,14 @@ class Forwarding(RecordedExchange):
 
     async def _open_scenario(self) -> None:
         """Only now: a request that is refused creates nothing."""
-        scenario = await self._gateway.deployment.scenario(self._head.scenario, create=True)
+        if not self._head.allowed.record:
+            return
+        scenario = await self._gateway.scenario(self._head.scenario)
         self._release_id = scenario.head.release_id
 
     def _headers(self, headers: Headers, *, receipt: bool) -> Headers:
         found = returned_headers(headers)
-        if receipt:
+        if receipt and self._head.allowed.record:
             found.append((RECEIPT_HEADER.encode(), self._record_id.encode()))
         return found
 
@@ -182,17 +186,17 @@ class _Watch:
 
 
 async def forward(request: Request) -> ASGIApp:
-    """`POST`: recorded."""
+    """`POST`: forward the request, and record what passes."""
     gateway = Gateway.of(request)
-    head = read_head(request, gateway.config.default_scenario)
-    return Forwarding(gateway, head, request, await read_body(request, gateway.config.max_body_bytes))
+    head = gateway.serving_head(request)
+    return Forwarding(gateway, head, request, await gateway.body(request))
 
 
 async def relay(request: Request) -> Response:
     """Models, token counts, stored responses: forwarded, and not recorded."""
     gateway = Gateway.of(request)
-    head = read_head(request, gateway.config.default_scenario)
-    body = await read_body(request, gateway.config.max_body_bytes)
+    head = gateway.serving_head(request)
+    body = await gateway.body(request)
     gateway.admit()
     reply = Reply()
     async with gateway.generating(reply):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from typing import Any, TextIO
+from urllib.parse import unquote
 
 import msgspec
 
 from reef.service.config import ObservabilityConfig
 from reef.service.observe import access, current
+from reef.service.redaction import Redaction
 
 TEXT_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
@@ -58,10 +60,35 @@ def _of_request() -> dict[str, str]:
     return {name: value for name, value in named.items() if value}
 
 
-def configure(config: ObservabilityConfig) -> None:
-    """Send Reef's log to standard error; other packages are heard from warnings on."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter(TEXT_FORMAT))
+class RedactedFormatter(logging.Formatter):
+    """Another formatter's lines, redacted. Where a hook fails, only that is said."""
+
+    def __init__(self, formatter: logging.Formatter, redaction: Redaction) -> None:
+        super().__init__()
+        self._formatter = formatter
+        self._redaction = redaction
+
+    def format(self, record: logging.LogRecord) -> str:
+        try:
+            line = self._redaction.body(self._formatter.format(record).encode(errors="replace")).decode()
+            plain = unquote(line)  # of a path that a client sent
+            return line if self._redaction.keeps(plain) else self._redaction.text(plain)
+        except Exception as error:  # what failed may hold the text, so only its kind is said
+            return f"{record.levelname} {record.name}: withheld: {type(error).__name__} while it was redacted"
+
+
+class RedactedHandler(logging.StreamHandler[TextIO]):
+    """Where a line cannot be written, the standard library would print what was to be logged as it was."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """There is nobody to tell."""
+
+
+def configure(config: ObservabilityConfig, redaction: Redaction | None = None) -> None:
+    """Send Reef's log to standard error, redacted; other packages are heard from warnings on."""
+    handler = RedactedHandler(sys.stderr) if redaction else logging.StreamHandler(sys.stderr)
+    formatter = JsonFormatter() if config.log_format == "json" else TextFormatter(TEXT_FORMAT)
+    handler.setFormatter(RedactedFormatter(formatter, redaction) if redaction else formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

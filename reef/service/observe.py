@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,9 +60,10 @@ def current() -> Observed | None:
 class Observer:
     """ASGI application around another one. `in_flight` counts requests that are not over."""
 
-    def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
-        """`paths` of our routes: nothing else that a client sends becomes a label."""
+    def __init__(self, app: ASGIApp, paths: Collection[str], keeps: Callable[[str], bool]) -> None:
+        """`paths` of our routes: nothing else that a client sends becomes a label. `keeps`: what redaction leaves."""
         self._app = app
+        self._keeps = keeps
         self._paths = frozenset(paths)
         self._instruments: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.in_flight = 0
@@ -71,7 +72,7 @@ class Observer:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(scope)
+        request_id = self._request_id(scope)
         seen = Observed(request_id.decode("ascii"))
         status = CLIENT_LEFT
 
@@ -121,6 +122,12 @@ class Observer:
         span.set_attributes({f"reef.{name}": value for name, value in found.items() if value})
         span.set_attributes({"http.route": route, "http.response.status_code": status})
 
+    def _request_id(self, scope: Scope) -> bytes:
+        for name, value in scope["headers"]:
+            if name == REQUEST_ID:
+                return value if _ALLOWED.fullmatch(value) and self._keeps(value.decode("ascii")) else _fresh_id()
+        return _fresh_id()
+
     def _route(self, scope: Scope) -> str:
         if (matched := scope.get("route")) is not None:
             return str(matched.path)
@@ -131,13 +138,6 @@ def _path(scope: Scope) -> str:
     """As it was sent, without its query."""
     sent: bytes = scope.get("raw_path") or scope["path"].encode()
     return sent.decode("ascii", "backslashreplace")[:300]
-
-
-def _request_id(scope: Scope) -> bytes:
-    for name, value in scope["headers"]:
-        if name == REQUEST_ID:
-            return value if _ALLOWED.fullmatch(value) else _fresh_id()
-    return _fresh_id()
 
 
 def _fresh_id() -> bytes:

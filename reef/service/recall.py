@@ -11,6 +11,7 @@ from typing import Any
 from reef.errors import InvalidRequest, NotFound, ReefError
 from reef.inference.chat.service import ChatService
 from reef.runtime.interfaces import InferenceRecord, RecordKind, Storage
+from reef.service.request import is_name
 from reef.service.wire.base import Api, ChatCall
 from reef.service.wire.chat import CHAT
 from reef.service.wire.messages import MESSAGES
@@ -76,10 +77,12 @@ class Recall:
         return stored.response
 
     async def _stored(self, scenario: str, receipt: str) -> Stored | None:
+        if not is_name(receipt):
+            return None
         record = (await self._storage.get(scenario, [receipt])).get(receipt)
         if not isinstance(record, InferenceRecord) or record.route != RESPONSES.route or record.status != 200:
             return None
-        if record.purged:  # by retention: it is known, but not what it said
+        if record.purged or record.redacted:  # it is known, but not what it said
             return None
         return read_stored(record.request, record.response)
 
@@ -126,7 +129,7 @@ class Recall:
 
     async def _remember(self, record: InferenceRecord) -> None:
         api = CONVERSATIONS.get(record.route)
-        if api is None or record.status != 200 or record.purged:
+        if api is None or record.status != 200 or record.purged or record.redacted:
             return
         try:
             call = await self.goes_on(record.scenario, api.parse(record.request))

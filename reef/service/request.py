@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import time
@@ -9,8 +10,11 @@ from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 
-from reef.errors import InvalidRequest, RequestTooLarge
+from reef.errors import InvalidRequest, RequestTooLarge, TooSlow
+from reef.service.config import Permissions
 
+RECORD_SWITCH = "x-reef-record"
+TRAIN_SWITCH = "x-reef-train"
 SCENARIO_HEADER = "x-reef-scenario"
 RECORD_HEADER = "x-reef-record-id"
 RECEIPT_HEADER = "x-reef-agent-record-id"
@@ -18,7 +22,12 @@ TAG_PREFIX = "x-reef-tag-"
 MAX_TAGS = 32
 MAX_TAG_LENGTH = 1024
 
-_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,128}", re.ASCII)
+NAME = r"^(?!\.{1,2}$)[A-Za-z0-9._-]{1,128}$"
+"""What scenarios, records and releases are called."""
+
+EVERYTHING = Permissions()
+
+_NAME = re.compile(NAME.strip("^$"), re.ASCII)
 
 
 @dataclass(slots=True, frozen=True)
@@ -28,6 +37,7 @@ class RequestHead:
     scenario: str
     record_id: str | None  # the client's own id, which makes repeating the request harmless
     tags: dict[str, str]
+    allowed: Permissions = EVERYTHING  # by deployment, scenario, token and the request itself
 
 
 def read_head(request: Request, default_scenario: str) -> RequestHead:
@@ -35,6 +45,7 @@ def read_head(request: Request, default_scenario: str) -> RequestHead:
     scenario: str | None = None
     record_id: str | None = None
     tags: dict[str, str] = {}
+    record = train = True
     for raw, value in request.scope["headers"]:
         if not raw.startswith(b"x-reef-"):
             continue
@@ -43,16 +54,31 @@ def read_head(request: Request, default_scenario: str) -> RequestHead:
             scenario = _once(scenario, checked_name(value.decode("latin-1"), header), header)
         elif header == RECORD_HEADER:
             record_id = _once(record_id, checked_name(value.decode("latin-1"), header), header)
+        elif header == RECORD_SWITCH:
+            record = _switch(value, header) and record
+        elif header == TRAIN_SWITCH:
+            train = _switch(value, header) and train
         elif header.startswith(TAG_PREFIX):
             tags[checked_name(header.removeprefix(TAG_PREFIX), header)] = _tag_value(value, header)
     if len(tags) > MAX_TAGS:
         raise InvalidRequest(f"at most {MAX_TAGS} tags, got {len(tags)}", TAG_PREFIX + "*")
-    return RequestHead(scenario or default_scenario, record_id, tags)
+    allowed = EVERYTHING if record and train else Permissions(record=record, train=train)
+    return RequestHead(scenario or default_scenario, record_id, tags, allowed)
+
+
+def _switch(value: bytes, header: str) -> bool:
+    if (word := value.decode("latin-1").strip().lower()) not in ("on", "off"):
+        raise InvalidRequest(f"{header} must be on or off, got {word[:140]!r}", header)
+    return word == "on"
+
+
+def is_name(text: str) -> bool:
+    return _NAME.fullmatch(text) is not None
 
 
 def checked_name(text: str, field: str) -> str:
     """Return `text` if it is a valid scenario name or record id. Raises InvalidRequest naming `field`."""
-    if _NAME.fullmatch(text) is None:
+    if not is_name(text):
         raise InvalidRequest(
             f"{field} must be 1 to 128 characters of A-Z a-z 0-9 . _ - and not only dots, got {text[:140]!r}", field
         )
@@ -74,11 +100,19 @@ def _tag_value(value: bytes, header: str) -> str:
         return value.decode("latin-1")
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """Read the whole body, but stop at the limit. Raises RequestTooLarge, ClientDisconnect."""
+async def read_body(request: Request, limit: int, seconds: float) -> bytes:
+    """Read the whole body, but stop at the limit. Raises RequestTooLarge, TooSlow, ClientDisconnect."""
     declared = request.headers.get("content-length")
     if declared is not None and declared.isdecimal() and int(declared[:20]) > limit:
         raise _too_large(limit)
+    try:
+        async with asyncio.timeout(seconds):
+            return await _read(request, limit)
+    except TimeoutError:
+        raise TooSlow(f"the body did not arrive within {seconds:g} seconds") from None
+
+
+async def _read(request: Request, limit: int) -> bytes:
     receive = request.receive
     parts: list[bytes] = []
     size = 0

@@ -21,7 +21,7 @@ async def healthz(request: Request) -> Response:
 
 
 async def status(request: Request) -> Response:
-    """`GET /reef/status`"""
+    """`GET /reef/status`: what it serves, what it learns, and what waits."""
     gateway = Gateway.of(request)
     own = {
         "default_scenario": gateway.config.default_scenario,

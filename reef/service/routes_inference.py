@@ -13,7 +13,6 @@ from starlette.types import ASGIApp
 from reef.errors import InvalidRequest, NotFound
 from reef.service.exchange import Exchange
 from reef.service.gateway import Gateway
-from reef.service.request import read_body, read_head
 from reef.service.wire import messages, openai
 from reef.service.wire.base import Api
 from reef.service.wire.chat import CHAT
@@ -22,13 +21,16 @@ from reef.service.wire.responses_writer import RESPONSES
 
 
 def exchange_route(api: Api) -> Route:
-    """`POST`: ask the model. Any model name is accepted; the answer names the model that serves."""
+    """The route that asks the model."""
 
     async def ask(request: Request) -> ASGIApp:
+        """`POST`: ask the model. Any model name is accepted; the answer names the model that serves."""
         gateway = Gateway.of(request)
-        head = read_head(request, gateway.config.default_scenario)
-        body = await read_body(request, gateway.config.max_body_bytes)
+        head = gateway.serving_head(request)
+        body = await gateway.body(request)
         call = await gateway.recall.goes_on(head.scenario, api.parse(body))
+        if call.conversation is not None:
+            gateway.check_messages(call.conversation, call.fields.get("messages", "messages"))
         await gateway.recall.prepare(head.scenario, call)
         return Exchange(gateway, head, call, api, body)
 
@@ -39,8 +41,9 @@ def exchange_route(api: Api) -> Route:
 async def count_tokens(request: Request) -> Response:
     """`POST /v1/messages/count_tokens`: how long a prompt would be. Records nothing."""
     gateway = Gateway.of(request)
-    head = read_head(request, gateway.config.default_scenario)
-    conversation = messages.parse_count(await read_body(request, gateway.config.max_body_bytes))
+    head = gateway.serving_head(request)
+    conversation = messages.parse_count(await gateway.body(request))
+    gateway.check_messages(conversation, "messages")
     ids = await gateway.deployment.chat.prompt_ids(conversation, head.scenario)
     return _json(messages.count_body(len(ids)))
 
@@ -48,7 +51,7 @@ async def count_tokens(request: Request) -> Response:
 async def response(request: Request) -> Response:
     """`GET /v1/responses/{response_id}`: a stored response of this scenario."""
     gateway = Gateway.of(request)
-    head = read_head(request, gateway.config.default_scenario)
+    head = gateway.head(request)
     if request.query_params.get("stream", "false").lower() not in ("false", "0"):
         raise InvalidRequest("a stored response cannot be streamed again", "stream")
     found = await gateway.recall.response(head.scenario, request.path_params["response_id"])
@@ -65,7 +68,7 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """`GET /v1/models/{model}`"""
+    """`GET /v1/models/{model}`: the model that serves, by its name."""
     gateway = Gateway.of(request)
     name = request.path_params["model"]
     if name not in gateway.deployment.models():

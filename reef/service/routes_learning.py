@@ -11,16 +11,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from reef.errors import InvalidRequest, UnknownReceipt
+from reef.errors import Forbidden, InvalidRequest, UnknownReceipt
 from reef.runtime.interfaces import InferenceRecord, InstructionRecord, ReportRecord
 from reef.service.gateway import Gateway
 from reef.service.observe import working_for
-from reef.service.request import RECORD_HEADER, checked_name, new_record_id, read_body, read_head
+from reef.service.request import NAME, RECORD_HEADER, checked_name, new_record_id
 from reef.service.wire.base import decode_body
 
 MAX_REFERENCES = 10_000
 
-RecordId = Annotated[str, Meta(min_length=1, max_length=128)]
+RecordId = Annotated[str, Meta(pattern=NAME)]
 
 
 class ReportBody(Struct, forbid_unknown_fields=True):
@@ -40,10 +40,12 @@ _ENCODER = msgspec.json.Encoder()
 async def report(request: Request) -> Response:
     """`POST /reef/report`: store feedback on answers of one scenario; never creates the scenario."""
     gateway = Gateway.of(request)
-    head = read_head(request, gateway.config.default_scenario)
-    body = decode_body(_REPORT, await read_body(request, gateway.config.max_body_bytes))
+    head = gateway.head(request)
+    if not head.allowed.record:
+        raise Forbidden("recording is off, and a report would be recorded")
+    body = decode_body(_REPORT, await gateway.body(request))
     record = ReportRecord(
-        record_id=_record_id(body.agent_record_id, head.record_id),
+        record_id=_record_id(gateway, body.agent_record_id, head.record_id),
         scenario=head.scenario,
         created_at=time.time(),
         references=body.references,
@@ -51,6 +53,7 @@ async def report(request: Request) -> Response:
         feedback=body.feedback,
         error=body.error,
         metadata=body.metadata or {},
+        train=head.allowed.train,
     )
     working_for(head.scenario, record.record_id)
     if body.score is not None and body.error is not None:
@@ -68,24 +71,27 @@ async def report(request: Request) -> Response:
 async def train(request: Request) -> Response:
     """`POST /reef/train`: store a training instruction; its body is the recipe's to understand."""
     gateway = Gateway.of(request)
-    head = read_head(request, gateway.config.default_scenario)
-    body = decode_body(_INSTRUCTION, await read_body(request, gateway.config.max_body_bytes))
+    head = gateway.head(request)
+    if not (head.allowed.record and head.allowed.train):
+        raise Forbidden("recording or training is off, and an instruction needs both")
+    body = decode_body(_INSTRUCTION, await gateway.body(request))
     own_id = body.pop("agent_record_id", None)
     if own_id is not None and not isinstance(own_id, str):
         raise InvalidRequest(f"agent_record_id must be a string, got {own_id!r}", "agent_record_id")
-    record_id = _record_id(own_id, head.record_id)
+    record_id = _record_id(gateway, own_id, head.record_id)
     working_for(head.scenario, record_id)
-    scenario = await gateway.deployment.scenario(head.scenario, create=True)
+    scenario = await gateway.scenario(head.scenario)
     record = InstructionRecord(record_id=record_id, scenario=head.scenario, created_at=time.time(), body=body)
     stored = await scenario.instruct(record)
     return _json({"agent_record_id": stored.record_id, "scenario": stored.scenario})
 
 
-def _record_id(in_body: str | None, in_header: str | None) -> str:
+def _record_id(gateway: Gateway, in_body: str | None, in_header: str | None) -> str:
     if in_body is None:
         return in_header or new_record_id()
     if in_header is not None and in_header != in_body:
         raise InvalidRequest(f"agent_record_id and {RECORD_HEADER} differ", "agent_record_id")
+    gateway.redaction.check_name(in_body, "agent_record_id")
     return checked_name(in_body, "agent_record_id")
 
 

@@ -23,8 +23,9 @@ from reef.runtime.interfaces import (
     ReportRecord,
 )
 from reef.scenario.scenario import Scenario
+from reef.service.auth import Caller
 from reef.service.gateway import Gateway
-from reef.service.request import checked_name, read_body
+from reef.service.request import NAME, checked_name
 from reef.service.wire.base import decode_body, locate
 
 Query = TypeVar("Query", bound=Struct)
@@ -32,6 +33,7 @@ Body = TypeVar("Body")
 
 MAX_PAGE = 1000
 
+Name = Annotated[str, Meta(pattern=NAME)]
 Limit = Annotated[int, Meta(ge=1, le=MAX_PAGE)]
 Time = Annotated[float, Meta(ge=0, le=1e12)]
 
@@ -41,12 +43,12 @@ class NewScenario(Struct, forbid_unknown_fields=True):
 
 
 class RollbackBody(Struct, forbid_unknown_fields=True):
-    release_id: str | None = None  # None: the parent of the head
+    release_id: Name | None = None  # None: the parent of the head
 
 
 class PromoteBody(Struct, forbid_unknown_fields=True):
-    release_id: str | None = None
-    job_id: str | None = None
+    release_id: Name | None = None
+    job_id: Name | None = None
 
 
 class NoBody(Struct, forbid_unknown_fields=True):
@@ -75,8 +77,9 @@ _ENCODER = msgspec.json.Encoder()
 
 
 async def list_scenarios(request: Request) -> Response:
-    """`GET /reef/scenarios`"""
-    scenarios = Gateway.of(request).deployment.scenarios()
+    """`GET /reef/scenarios`: all that the token may see, with their counts."""
+    caller, every = Caller.of(request), Gateway.of(request).deployment.scenarios()
+    scenarios = [scenario for scenario in every if caller.may_see(scenario.name)]
     return _json({"scenarios": [await scenario.status() for scenario in scenarios]})
 
 
@@ -84,13 +87,15 @@ async def create_scenario(request: Request) -> Response:
     """`POST /reef/scenarios`: 201 if it is new, 200 if it existed."""
     gateway = Gateway.of(request)
     name = checked_name((await _body(request, _NEW_SCENARIO)).name, "name")
+    Caller.of(request).check_scenario(name)
+    gateway.redaction.check_name(name, "name")
     existing = await gateway.existing(name)
-    scenario = existing or await gateway.deployment.scenario(name, create=True)
+    scenario = existing or await gateway.scenario(name)
     return _json(await scenario.status(), 200 if existing else 201)
 
 
 async def scenario_status(request: Request) -> Response:
-    """`GET /reef/scenarios/{scenario}`"""
+    """`GET /reef/scenarios/{scenario}`: its head, its counts, and what waits."""
     return _json(await (await _scenario(request)).status())
 
 
@@ -154,11 +159,12 @@ async def update(request: Request) -> Response:
 async def _scenario(request: Request) -> Scenario:
     """Raises NotFound."""
     name = checked_name(request.path_params["scenario"], "scenario")
+    Caller.of(request).check_scenario(name)
     return await Gateway.of(request).deployment.scenario(name, create=False)
 
 
 async def _body(request: Request, decoder: msgspec.json.Decoder[Body]) -> Body:
-    return decode_body(decoder, await read_body(request, Gateway.of(request).config.max_body_bytes) or b"{}")
+    return decode_body(decoder, await Gateway.of(request).body(request) or b"{}")
 
 
 def _query(request: Request, kind: type[Query]) -> Query:
@@ -197,6 +203,7 @@ def _record(record: Record, fate: Disposition | None, full: bool) -> dict[str, A
             "tags": record.tags,
             "parent_id": record.parent_id,
             "fork_of": record.fork_of,
+            "redacted": record.redacted,
             "request": record.request.decode(errors="replace"),
             "response": record.response.decode(errors="replace"),
             "generations": [_generation(generation, full) for generation in record.generations],
@@ -211,6 +218,8 @@ def _record(record: Record, fate: Disposition | None, full: bool) -> dict[str, A
         }
     else:
         shown = {"body": record.body}
+    if not isinstance(record, InstructionRecord):
+        shown["train"] = record.train
     return {
         "agent_record_id": record.record_id,
         "kind": _kind(record),

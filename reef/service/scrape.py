@@ -22,7 +22,7 @@ from reef.service.gateway import Gateway
 
 
 async def metrics(request: Request) -> Response:
-    """`GET /metrics`"""
+    """`GET /metrics`: counters and gauges in Prometheus' text format."""
     gateway = Gateway.of(request)
     engines = await gateway.deployment.engines()
     in_flight = request.app.state.observer.in_flight

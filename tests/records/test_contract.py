@@ -40,7 +40,7 @@ def test_every_kind_comes_back_exactly(storage, run):
         metadata={"group": "g"},
     )
     told = InstructionRecord(record_id="i", scenario="s", created_at=1.0, body={"goal": "shorter"})
-    for record in (exchange("a"), said, told):
+    for record in (exchange("a"), said, told, replace(exchange("b"), train=False), replace(report("q"), train=False)):
         stored = run(storage.append(record))
         assert run(storage.get("s", [record.record_id])) == {record.record_id: stored}
         assert replace(stored, sequence=0) == record
@@ -314,6 +314,19 @@ def test_no_record_is_consumed_twice(storage, run, head):
         run(storage.commit(discard("c4", ["b", "b"])))
     assert run(storage.consumed("s", ["a", "b"])) == {"a": Disposition.TRAINED}
     assert run(storage.scenario("s")).head == first.release
+
+
+def test_a_reason_may_hold_what_a_database_cannot(storage, run, head):
+    odd = Commit(
+        commit_id="c1",
+        scenario="s",
+        kind=CommitKind.DISCARDED,
+        created_at=1.0,
+        consumed=[Consumption("a", Disposition.INELIGIBLE, "a grader said \0")],
+        metrics={"reasons": {"\0": 1}},
+    )
+    run(storage.commit(odd))
+    assert run(storage.consumed("s", ["a"])) == {"a": Disposition.INELIGIBLE}
 
 
 def test_only_own_records_are_consumed(storage, run, head):

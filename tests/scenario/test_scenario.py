@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from reef.artifact import chain
 from reef.errors import BarrierError, Conflict, StorageError, TrainingError, WorkerDied
+from reef.records.sqlite import SqliteStorage
 from reef.runtime.interfaces import BASE_LOAD_ID, CommitKind, Disposition, Ending, ReleaseKind, ReportRecord
 from reef.scenario import steps
 from tests.scenario.harness import Harness
@@ -204,5 +208,59 @@ def test_a_release_may_be_named_by_its_number(tmp_path):
         await reef.feedback("b", 0.0)
         await reef.released(1)
         assert (await reef.scenario.rollback("0")).content_id == "base"
+
+    run(body, tmp_path)
+
+
+def test_what_may_not_train_never_does_and_holds_up_nothing(tmp_path):
+    async def feed(reef: Harness) -> None:
+        for name, train in (("barred", False), ("a", True), ("b", True)):
+            await reef.storage.append(replace(reef.exchange(name), train=train))
+        for name, references, train in (
+            ("r1", ["barred"], True),
+            ("r2", ["a"], False),
+            ("r3", ["barred", "a"], True),
+            ("r4", ["b"], True),
+        ):
+            score = 1.0 if name == "r3" else 0.0
+            await reef.storage.append(
+                ReportRecord(
+                    record_id=name, scenario="s", created_at=1.0, references=references, score=score, train=train
+                )
+            )
+
+    async def body() -> None:
+        reef = Harness(tmp_path)
+        storage = SqliteStorage(tmp_path / "reef.db")  # stored by a service that ended before it looked at them
+        await storage.open()
+        await storage.create_scenario(chain.base_release("s", "base", 1.0))
+        reef.storage = storage
+        reef.scenario = SimpleNamespace(name="s", head=(await storage.scenario("s")).head)
+        await feed(reef)
+        await storage.close()
+        await reef.boot()
+        try:
+            await asyncio.wait_for(reef.released(1), 30)
+            fates = await reef.storage.consumed("s", ["barred", "a", "b", "r1", "r2", "r3", "r4"])
+            assert fates.pop("barred") == fates.pop("r1") == fates.pop("r2") == Disposition.INELIGIBLE
+            assert set(fates.values()) == {Disposition.TRAINED} and len(fates) == 4
+        finally:
+            await reef.stop()
+
+    asyncio.run(body())
+
+
+def test_a_scenario_that_may_not_train_leaves_everything_waiting(tmp_path):
+    async def body(reef: Harness) -> None:
+        reef.services.may_train = lambda name: name != "quiet"
+        quiet = await reef.another("quiet")
+        await reef.feedback("qa", 1.0, "quiet")
+        await reef.feedback("qb", 0.0, "quiet")
+        with pytest.raises(Conflict, match="training is off for scenario 'quiet'"):
+            await quiet.update()
+        await reef.feedback("a", 1.0)
+        await reef.feedback("b", 0.0)
+        await reef.released(1)
+        assert quiet.head.number == 0 and await reef.storage.consumed("quiet", ["qa", "report-qa"]) == {}
 
     run(body, tmp_path)

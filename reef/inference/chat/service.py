@@ -262,7 +262,7 @@ class ChatService:
 
     def _raw(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
-        return b"".join(map(self.tokenizer.token_bytes, token_ids)).decode(errors="replace")
+        return self.tokenizer.text_of(token_ids)
 
     async def _prompt_of(self, given: str | Sequence[int]) -> Prompt:
         if isinstance(given, str):

@@ -103,6 +103,10 @@ class ChatTokenizer:
             found = self._bytes[token_id] = self._look_up(token_id)
         return found
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        """All of it, special tokens included; what is no UTF-8 is replaced."""
+        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
+
     def _look_up(self, token_id: int) -> bytes:
         if token_id in self._added:
             return self._added[token_id]

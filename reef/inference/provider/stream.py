@@ -55,9 +55,9 @@ class EventStream:
             return whole
         return b"".join(self._pass(event) for event in _BOUNDARY.split(whole) if event)
 
-    def finish(self, receipt: str) -> bytes:
-        """What was held, with the receipt in the last regular event; also what came of one that never ended."""
-        if self._held:
+    def finish(self, receipt: str | None) -> bytes:
+        """What was held, the last regular event with the receipt if any; also what came of one that never ended."""
+        if self._held and receipt is not None:
             self._held[0] = _with_receipt(self._held[0], receipt)
         held, self._held = b"".join(self._held), []
         return held

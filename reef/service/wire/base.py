@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Annotated, Any, TypeVar
@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from reef.errors import InvalidRequest, ReefError
+from reef.errors import InvalidRequest, ReefError, RequestTooLarge
 from reef.inference.chat.choice import Choice, Delta
 from reef.inference.chat.messages import Conversation
 from reef.inference.chat.service import ChatRequest
@@ -37,6 +37,7 @@ class ChatCall:
     logprobs: bool = False
     call_prefix: str = "call_"  # of the ids of tool calls
     echo: bool = False  # the answer begins with its prompt
+    recorded: bool = True  # False: the answer names no receipt, for there is none
 
     def request(self, request_id: str, record_id: str, lane: str) -> ChatRequest:
         """What to ask the engine. The same `record_id` makes the same tool call ids."""
@@ -104,30 +105,54 @@ class Api:
     writer: type[Writer]
 
 
-MAX_DEPTH = 64
 MAX_TOOLS = 1024
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 """Names that every template and format can write."""
 
 
-def check_depth(value: Any, name: str, limit: int = MAX_DEPTH) -> None:
-    """Raises InvalidRequest naming the field if JSON values are nested deeper than `limit`."""
-    level, depth = [value], 0
-    while level:
-        if depth > limit:
-            raise InvalidRequest(f"must be nested at most {limit} deep", name)
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        depth += 1
+def check_nesting(body: bytes, limit: int) -> None:
+    """Raises RequestTooLarge naming the field if JSON is nested deeper than `limit`; no JSON is left to the parser."""
+    if body.count(b"{") + body.count(b"[") <= limit:
+        return
+    try:
+        document = msgspec.json.decode(body)
+    except RecursionError:
+        raise RequestTooLarge(f"must be nested at most {limit} deep") from None
+    except (msgspec.MsgspecError, ValueError, OverflowError):
+        return
+    level = [document]
+    for _ in range(limit + 1):
+        level = [outer for outer in level if isinstance(outer, dict | list)]
+        if not level:
+            return
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    raise RequestTooLarge(f"must be nested at most {limit} deep", _deep_field(document, limit))
 
 
-def schema_grammar(schema: dict[str, Any], name: str) -> Grammar:
-    """The grammar of a JSON schema. Raises InvalidRequest naming the field if it is nested too deeply."""
-    check_depth(schema, name)
+def _deep_field(document: Any, limit: int) -> str | None:
+    """Where the nesting that goes too deep begins: the first steps of its path."""
+    level: list[tuple[str, Any]] = [("", document)]
+    for _ in range(limit):
+        level = [(_step(path, key), inner) for path, outer in level for key, inner in _children(outer)]
+    deep = next((path for path, value in level if isinstance(value, dict | list)), "")
+    return deep.removeprefix(".") or None
+
+
+def _children(value: Any) -> Iterable[tuple[str | int, Any]]:
+    return value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+
+
+def _step(path: str, key: str | int) -> str:
+    if len(_STEP.findall(path)) >= 5:
+        return path
+    return f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key[:64]}"
+
+
+_STEP = re.compile(r"[.\[]")
+
+
+def schema_grammar(schema: dict[str, Any]) -> Grammar:
+    """The grammar of a JSON schema."""
     return Grammar("json_schema", json.dumps(schema))
 
 

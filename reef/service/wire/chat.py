@@ -27,6 +27,7 @@ from reef.service.wire.openai import (
     Usage,
     error_body,
     event,
+    receipt,
     refuse,
     shown,
     usage,
@@ -139,9 +140,7 @@ class ChatBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     """The request body; null means absent everywhere."""
 
     model: ModelName
-    messages: Annotated[
-        list[SystemTurn | DeveloperTurn | UserTurn | AssistantTurn | ToolTurn], Meta(min_length=1, max_length=100_000)
-    ]
+    messages: Annotated[list[SystemTurn | DeveloperTurn | UserTurn | AssistantTurn | ToolTurn], Meta(min_length=1)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -232,7 +231,7 @@ def _tool(body: ToolBody, field: str) -> Tool:
         raise InvalidRequest(f"a tool of type {body.type!r} cannot be honoured", f"{field}.type")
     if body.function is None:
         raise InvalidRequest("a tool of type function needs it", f"{field}.function")
-    return body.function.tool(f"{field}.function")
+    return body.function.tool()
 
 
 def _chosen(conversation: Conversation, choose: str | Choose | None) -> Conversation:
@@ -256,7 +255,7 @@ def _grammar(form: ResponseFormat | None) -> Grammar | None:
         return Grammar("json_object", "")
     if form.json_schema is None:
         raise InvalidRequest("a format of type json_schema needs it", "response_format.json_schema")
-    return schema_grammar(form.json_schema.schema or {}, "response_format.json_schema.schema")
+    return schema_grammar(form.json_schema.schema or {})
 
 
 def _message(turn: Turn | AssistantTurn | ToolTurn, field: str) -> Message:
@@ -334,7 +333,7 @@ class Completion(Struct):
     model: str
     choices: list[WholeChoice]
     usage: Usage
-    reef: Receipt
+    reef: Receipt | UnsetType
     object: str = "chat.completion"
 
 
@@ -392,9 +391,9 @@ class ChatWriter(Writer):
             )
             for choice, own in zip(choices, deltas, strict=True)
         ]
-        receipt = Receipt(self.record_id)
+        named = receipt(self.call, self.record_id)
         return ENCODER.encode(
-            Completion(f"chatcmpl-{self.record_id}", self.created, self.model, written, usage(choices), receipt)
+            Completion(f"chatcmpl-{self.record_id}", self.created, self.model, written, usage(choices), named)
         )
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
@@ -418,7 +417,7 @@ class ChatWriter(Writer):
     def closing(self, delta: Delta, choices: Sequence[Choice]) -> bytes:
         last = ChunkChoice(delta.index, Piece(), finish_reason=_finish_reason(choices[delta.index]))
         used = self._chunk([], used=usage(choices)) if self.call.include_usage else b""
-        return self._chunk([last], reef=Receipt(self.record_id)) + used + b"data: [DONE]\n\n"
+        return self._chunk([last], reef=receipt(self.call, self.record_id)) + used + b"data: [DONE]\n\n"
 
     def failure(self, error: ReefError) -> bytes:
         return b"data: " + error_body(error) + b"\n\n"

@@ -25,6 +25,7 @@ from reef.service.wire.openai import (
     event,
     finite,
     readable,
+    receipt,
     refuse,
     usage,
 )
@@ -39,7 +40,7 @@ class CompletionBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     """The request body; null means absent everywhere."""
 
     model: ModelName
-    prompt: str | Annotated[list[str | TokenId | Ids], Meta(min_length=1, max_length=100_000)]
+    prompt: str | Annotated[list[str | TokenId | Ids], Meta(min_length=1)]
     max_tokens: Count | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
@@ -132,7 +133,7 @@ class CompletionWriter(Writer):
             )
             for choice, own in zip(choices, deltas, strict=True)
         ]
-        return ENCODER.encode(self._completion(written, usage(choices), Receipt(self.record_id)))
+        return ENCODER.encode(self._completion(written, usage(choices), receipt(self.call, self.record_id)))
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         if not self.call.echo:
@@ -150,7 +151,7 @@ class CompletionWriter(Writer):
     def closing(self, delta: Delta, choices: Sequence[Choice]) -> bytes:
         last = TextChoice(delta.index, "", finish_reason=_FINISH[choices[delta.index].generation.ending])
         used = self._chunk([], usage(choices)) if self.call.include_usage else b""
-        return self._chunk([last], reef=Receipt(self.record_id)) + used + b"data: [DONE]\n\n"
+        return self._chunk([last], reef=receipt(self.call, self.record_id)) + used + b"data: [DONE]\n\n"
 
     def failure(self, error: ReefError) -> bytes:
         return b"data: " + error_body(error) + b"\n\n"

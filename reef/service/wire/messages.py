@@ -22,7 +22,6 @@ from reef.service.wire.base import (
     ToolName,
     Writer,
     check_choice,
-    check_depth,
     converted,
     decode_body,
     schema_grammar,
@@ -114,7 +113,7 @@ class CountBody(Struct, kw_only=True, forbid_unknown_fields=True):
     """What shapes the prompt; null means absent everywhere."""
 
     model: Annotated[str, Meta(min_length=1)]
-    messages: Annotated[list[Turn], Meta(min_length=1, max_length=100_000)]
+    messages: Annotated[list[Turn], Meta(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
@@ -195,7 +194,7 @@ def _conversation(given: CountBody) -> Conversation:
         tool_choice="required" if choice.type in ("any", "tool") else choice.type,
         tool_name=choice.name if choice.type == "tool" else None,
         parallel_calls=not choice.disable_parallel_tool_use,
-        grammar=None if form is None else schema_grammar(form.schema, f"{form_field}.schema"),
+        grammar=None if form is None else schema_grammar(form.schema),
         effort=config.effort,
         thinking=_thinking(given.thinking),
         prefill=last.role == "assistant" and bool(last.content) and not last.tool_calls,
@@ -218,7 +217,6 @@ def _tool(body: dict[str, Any], field: str) -> Tool:
     if kind not in (None, "custom"):
         raise InvalidRequest(f"a tool of type {kind!r} cannot be honoured", f"{field}.type")
     tool = converted(body, ToolBody, field)
-    check_depth(tool.input_schema, f"{field}.input_schema")
     return Tool(name=tool.name, description=tool.description or "", parameters=tool.input_schema)
 
 
@@ -254,7 +252,6 @@ def _assistant(content: str | list[dict[str, Any]], field: str) -> Message:
             converted(block, RedactedBlock, where)
         elif kind == "tool_use":
             use = converted(block, ToolUseBlock, where)
-            check_depth(use.input, f"{where}.input")
             arguments = use.input if isinstance(use.input, str) else json.dumps(use.input, ensure_ascii=False)
             calls.append(ToolCall(use.id, use.name, arguments))
         else:
@@ -325,7 +322,7 @@ class MessagesWriter(Writer):
             elif piece.kind is Kind.CALL:
                 content.append(_tool_use(next(calls)))
         message = self._message(choice, content, *_stop(choice, self.call.sampling.stop))
-        return _ENCODER.encode({**message, "reef": {"agent_record_id": self.record_id}})
+        return _ENCODER.encode({**message, **self._receipt()})
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         self._call_id = choices[0].answer.call_id
@@ -355,12 +352,15 @@ class MessagesWriter(Writer):
             "message_delta",
             delta={"stop_reason": reason, "stop_sequence": sequence},
             usage=_usage(choice),
-            reef={"agent_record_id": self.record_id},
+            **self._receipt(),
         )
         return self._end() + last + _event("message_stop")
 
     def failure(self, error: ReefError) -> bytes:
         return b"event: error\ndata: " + error_body(error) + b"\n\n"
+
+    def _receipt(self) -> dict[str, Any]:
+        return {"reef": {"agent_record_id": self.record_id}} if self.call.recorded else {}
 
     def _begin(self, kind: Kind, block: dict[str, Any]) -> bytes:
         end = self._end()
@@ -460,7 +460,13 @@ def model_body(model: str, created: str) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------------------- errors
 
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
 
 
 def error_body(error: ReefError, status: int | None = None) -> bytes:

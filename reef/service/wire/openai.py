@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from reef.errors import InvalidRequest, ReefError, http_status
 from reef.inference.chat.choice import Choice, TokenLogprob
 from reef.inference.chat.messages import Tool
 from reef.runtime.interfaces import SamplingParams
-from reef.service.wire.base import ToolName, check_depth
+from reef.service.wire.base import ChatCall, ToolName
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -80,8 +80,7 @@ class FunctionBody(Struct, forbid_unknown_fields=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    def tool(self, field: str) -> Tool:
-        check_depth(self.parameters, f"{field}.parameters")
+    def tool(self) -> Tool:
         given = {} if self.parameters is None else {"parameters": self.parameters}
         return Tool(name=self.name, description=self.description or "", **given)
 
@@ -117,6 +116,10 @@ class ShownToken(Struct):
 
 class Receipt(Struct):
     agent_record_id: str
+
+
+def receipt(call: ChatCall, record_id: str) -> Receipt | UnsetType:
+    return Receipt(record_id) if call.recorded else UNSET
 
 
 class CachedDetail(Struct):
@@ -165,7 +168,13 @@ def event(data: Any) -> bytes:
 
 # ---------------------------------------------------------------------------------------------- errors and models
 
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
 
 
 def error_body(error: ReefError, status: int | None = None) -> bytes:

@@ -18,7 +18,6 @@ from reef.service.wire.base import (
     ChatCall,
     ToolName,
     check_choice,
-    check_depth,
     converted,
     decode_body,
     schema_grammar,
@@ -26,9 +25,8 @@ from reef.service.wire.base import (
 from reef.service.wire.openai import Count, ModelName, Probability, Temperature, refuse, top_p
 
 ID_PREFIX = "resp_"
-MAX_ITEMS = 100_000
 
-Items = Annotated[list[dict[str, Any]], Meta(max_length=MAX_ITEMS)]
+Items = list[dict[str, Any]]
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
@@ -256,7 +254,6 @@ def _tool(body: dict[str, Any], where: str) -> Tool:
     if body.get("type") != "function":
         raise InvalidRequest(f"a tool of type {body.get('type')!r} cannot be honoured", f"{where}.type")
     tool = converted(body, FunctionTool, where)
-    check_depth(tool.parameters, f"{where}.parameters")
     given = {} if tool.parameters is None else {"parameters": tool.parameters}
     return Tool(name=tool.name, description=tool.description or "", **given)
 
@@ -282,7 +279,7 @@ def _grammar(form: Format | None) -> Grammar | None:
         return Grammar("json_object", "")
     if form.schema is None:
         raise InvalidRequest("a format of type json_schema needs it", "text.format.schema")
-    return schema_grammar(form.schema, "text.format.schema")
+    return schema_grammar(form.schema)
 
 
 def _echoed(given: ResponsesBody) -> dict[str, Any]:

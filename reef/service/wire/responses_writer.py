@@ -178,8 +178,9 @@ class ResponsesWriter(Writer):
             "output": self._done,
             "usage": _usage(self._choice),
             "completed_at": self.created,
-            "reef": {"agent_record_id": self.record_id},
         }
+        if self.call.recorded:
+            response["reef"] = {"agent_record_id": self.record_id}
         return response
 
     def _response(self, status: str) -> dict[str, Any]:

@@ -1,0 +1,240 @@
+"""Requests made from the published description, and bytes that are almost requests: nothing gives a 5xx.
+
+`make fuzz` goes on REEF_FUZZ times as long as `make test`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import time
+from collections.abc import Iterator
+from functools import cache
+
+import jsonschema
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.schemas import APIOperation
+
+from reef.errors import InvalidRequest
+from reef.service import routes_health, routes_inference, routes_learning, routes_scenarios, scrape
+from reef.service.app import create_app
+from reef.service.config import ServiceConfig
+from reef.service.openapi import ANSWERS, BODIES, describe, openapi_route
+from reef.service.redaction import Redaction
+from reef.service.routes_learning import _INSTRUCTION, _REPORT
+from reef.service.routes_scenarios import _NEW_SCENARIO, _PROMOTE, _ROLLBACK
+from reef.service.wire.base import check_nesting, decode_body
+from reef.service.wire.messages import parse_count
+from tests.service.conftest import body
+from tests.service.test_hostile import APIS, VALID
+
+TIMES = float(os.environ.get("REEF_FUZZ", "1"))
+SECONDS = 0.7 * TIMES  # for each of the about forty below
+ROOMS = (routes_inference, routes_learning, routes_health, routes_scenarios, scrape)
+
+
+class Clock:
+    """Stops a fuzzer in good time; says when it did nothing at all."""
+
+    def __init__(self) -> None:
+        self.until = time.monotonic() + SECONDS
+        self.tries = 0
+
+    def __call__(self) -> bool:
+        """Whether there is time for another try; always for the first five."""
+        self.tries += 1
+        return self.tries <= 5 or time.monotonic() < self.until
+
+
+fuzzing = settings(
+    max_examples=int(8 * TIMES),
+    phases=[Phase.generate, Phase.shrink] if TIMES > 1 else [Phase.generate],
+    suppress_health_check=list(HealthCheck),
+    derandomize=TIMES <= 1,
+    database=None,
+)
+
+# ------------------------------------------------------------------ from the description
+
+
+def document(gateway) -> dict:
+    return gateway.http.get("/openapi.json").json()
+
+
+def test_the_description_names_every_route_and_type(gateway):
+    described = document(gateway)
+    routes = create_app(gateway.deployment, ServiceConfig()).routes
+    assert {route.path.replace(":path}", "}") for route in routes} == set(described["paths"])
+    found = [operation for path in described["paths"].values() for operation in path.values()]
+    assert all(operation["summary"] not in described["paths"] for operation in found)
+    assert len({operation["operationId"] for operation in found}) == len(found)
+    posted = {path for path, methods in described["paths"].items() if "post" in methods}
+    assert posted == set(BODIES) and set(ANSWERS) <= posted
+    text = json.dumps(described)
+    assert all(ref in described["components"]["schemas"] for ref in _references(described)) and "NODEFAULT" not in text
+
+
+def _references(value) -> Iterator[str]:
+    if isinstance(value, dict):
+        if "$ref" in value:
+            yield value["$ref"].rpartition("/")[2]
+        value = list(value.values())
+    for inner in value if isinstance(value, list) else ():
+        yield from _references(inner)
+
+
+def test_what_tests_send_is_what_the_description_allows():
+    described = describe([])
+    for api in APIS:
+        schema = {
+            **described["components"]["schemas"][BODIES[api.route].__name__],
+            "components": described["components"],
+        }
+        jsonschema.Draft202012Validator(schema).validate(VALID[api])
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.Draft202012Validator(schema).validate({**VALID[api], "tempereture": 1})
+
+
+@cache
+def operations() -> dict[str, APIOperation]:
+    routes = [route for module in ROOMS for route in module.ROUTES]
+    described = schemathesis.openapi.from_dict(describe([*routes, openapi_route(routes)]))
+    found = [result.ok() for result in described.get_all_operations()]
+    return {f"{operation.method} {operation.path}": operation for operation in found}
+
+
+@pytest.mark.parametrize("name", operations())
+def test_what_the_description_allows_and_forbids_is_answered_below_500(gateway, name):
+    gateway.chat()
+    allowed, forbidden = (
+        operations()[name].as_strategy(generation_mode=mode)
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+    )
+    clock = Clock()
+
+    @given(allowed | forbidden)
+    @fuzzing
+    def check(case):
+        if clock():
+            answer = case.call(base_url=gateway.url, timeout=30)
+            assert answer.status_code < 500, (case.as_curl_command(), answer.text)
+            if answer.status_code >= 400 and "html" not in answer.headers["content-type"]:
+                assert answer.json()["error"]["message"]
+
+    check()
+    assert clock.tries >= 1  # there is one way only to ask for what takes nothing
+
+
+# ------------------------------------------------------------------ bytes
+
+NASTY = [
+    b"1e400", b"-1e400", b"9" * 400, b"NaN", b"-Infinity", b"18446744073709551616", b"-0", b"1e-400",
+    b'"\\ud800"', b'"\\udc00\\ud800"', b'"\\u0000"', b"\xff\xfe", b"\xed\xa0\x80", b"\0", b"\xef\xbb\xbf",
+    b"{}", b"[]", b"null", b"true", b'""', b"//", b",", b":", b"'", b"\\", b'"type":', b'"role":',
+    b"[" * 70, b'{"a":' * 70, b'"' + b"x" * 5000 + b'"',
+]  # fmt: skip
+CORPUS = [
+    *(json.dumps(content).encode() for content in VALID.values()),
+    b'{"references":["a"],"score":1,"feedback":{"a":[1]},"metadata":{"group":"g","group_size":2,"choice":0},"error":null}',
+    b'{"name":"a","release_id":"b","job_id":"c","agent_record_id":"d"}',
+    b'data: {"id":"x","choices":[{"index":0,"delta":{"content":"a"}}]}\n\ndata: [DONE]\n\n',
+]
+
+
+def mutated(rng: random.Random, content: bytes) -> bytes:
+    """One to six things are deleted, doubled, overwritten, inserted or spliced in."""
+    for _ in range(rng.randint(1, 6)):
+        start = rng.randrange(len(content) + 1)
+        end = min(len(content), start + rng.choice([0, 1, 1, 2, 8, 60]))
+        piece = rng.choice(
+            [b"", content[start:end] * 2, rng.randbytes(end - start), rng.choice(NASTY), rng.choice(CORPUS)[start:end]]
+        )
+        content = content[:start] + piece + content[end:]
+    return content[: rng.randrange(len(content) + 1)] if rng.random() < 0.1 else content
+
+
+def mutations(seed: str) -> Iterator[bytes]:
+    rng = random.Random(seed if TIMES <= 1 else None)
+    clock = Clock()
+    while clock():
+        yield mutated(rng, rng.choice(CORPUS))
+
+
+PARSERS = {
+    **{api.route: api.parse for api in APIS},
+    "count": parse_count,
+    **{
+        name: lambda content, decoder=decoder: decode_body(decoder, content)
+        for name, decoder in {
+            "report": _REPORT, "train": _INSTRUCTION, "scenario": _NEW_SCENARIO, "rollback": _ROLLBACK,
+            "promote": _PROMOTE,
+        }.items()
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_no_bytes_make_a_parser_raise_anything_else(name):
+    for content in mutations(name):
+        try:
+            check_nesting(content, 64)
+            PARSERS[name](content)
+        except InvalidRequest as error:
+            assert str(error)
+
+
+def test_no_bytes_make_redaction_raise_or_lose_anything():
+    hidden, unchanged = Redaction({"hide": lambda text: text.replace("type", "kind")}), Redaction({"same": str})
+    for content in mutations("redaction"):
+        assert unchanged.body(content) is content
+        kept = hidden.body(content)
+        assert b"type" not in kept
+
+
+def test_no_bytes_give_a_5xx(gateway):
+    paths = [api.route for api in APIS] + [
+        "/reef/report",
+        "/reef/train",
+        "/reef/scenarios",
+        "/v1/messages/count_tokens",
+    ]
+    for number, content in enumerate(mutations("http")):
+        answer = gateway.http.post(paths[number % len(paths)], content=content)
+        assert answer.status_code < 500, (content, answer.text)
+
+
+def test_no_bytes_on_the_wire_give_a_5xx(gateway):
+    host, port = gateway.url.removeprefix("http://").split(":")
+    content = json.dumps(body(max_tokens=1)).encode()
+    request = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-reef-scenario: a\r\nx-reef-tag-b: c\r\n"
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(content), content)
+    )
+    chunked = b"POST /reef/report HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    rng, clock = random.Random(1), Clock()
+    while clock():
+        sent = mutated(rng, rng.choice([request, request * 2, chunked, b"GET /openapi.json?a=b HTTP/1.1\r\n\r\n"]))
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            try:
+                connection.sendall(sent)
+                connection.shutdown(socket.SHUT_WR)
+                answer = connection.recv(200)
+            except ConnectionError:
+                continue
+        assert not answer.startswith(b"HTTP/1.1 5"), (sent, answer)
+    assert gateway.http.get("/healthz").status_code == 200
+
+
+def test_the_fuzzers_would_notice(gateway, monkeypatch):
+    def fragile(body: bytes, limit: int) -> None:
+        if len(body) % 2:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr("reef.service.gateway.check_nesting", fragile)
+    answers = [gateway.http.post("/reef/train", content=content).status_code for content in mutations("report")]
+    assert 500 in answers
