@@ -141,6 +141,7 @@ def serve(config_file: Path | None, print_config: bool, **keyed: str | None) -> 
     \b
     Examples:
       reef serve --inference.model-path DIR
+      reef serve --inference.upstream-url https://HOST/v1        in front of a provider: record only
       reef serve --inference.model-path DIR --training.backend torch --recipe.batch-size 16
       reef serve --config reef.yaml --print-config
 

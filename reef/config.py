@@ -241,7 +241,7 @@ def section_keys(section: str, backend: str) -> dict[str, Key]:
         if isinstance(info, kinds.Metadata):
             schema, extra = info.extra_json_schema or {}, info.extra or {}
         description = str(schema.get("description", ""))
-        owners = tuple(owner for owner, struct in structs.items() if name in dict(_leaves(struct)))
+        owners = tuple(owner for owner, struct in structs.items() if name in _names(struct))
         key = Key(
             section,
             name,
@@ -263,6 +263,11 @@ def _leaves(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[st
             yield from _leaves(inner, f"{name}.")
         else:
             yield name, item
+
+
+@cache
+def _names(struct: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(name for name, _ in _leaves(struct))
 
 
 def _struct_of(item: msgspec.structs.FieldInfo) -> type[msgspec.Struct] | None:

@@ -112,6 +112,7 @@ class RecordedExchange(ABC):
                 fork_of=fork_of,
             )
         )
+        self._gateway.remember(self._head.scenario, self._record_id)
 
 
 class Exchange(RecordedExchange):

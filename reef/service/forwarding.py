@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from reef.errors import ReefError, UpstreamError
+from reef.errors import ReefError, Unavailable, UpstreamError
 from reef.inference.provider.client import returned_headers
 from reef.inference.provider.connection import Connection
 from reef.inference.provider.reply import Reply
@@ -61,9 +61,11 @@ class Forwarding(RecordedExchange):
                     await self._send_events(reply, headers, send)
                 else:
                     await self._send_whole(status, headers, await reply.whole(status, headers), send)
-            except UpstreamError:
-                if reply.ending is not Ending.CLIENT_LEFT:
+            except UpstreamError as error:
+                if reply.ending is None:
                     raise
+                if reply.ending is not Ending.CLIENT_LEFT:
+                    raise Unavailable(str(error)) from error
                 await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
             finally:
                 watching.end()

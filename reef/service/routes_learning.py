@@ -92,8 +92,15 @@ def _record_id(in_body: str | None, in_header: str | None) -> str:
 async def _check_references(gateway: Gateway, record: ReportRecord) -> None:
     if len(set(record.references)) != len(record.references):
         raise InvalidRequest("references must not name a receipt twice", "references")
-    found = await gateway.deployment.storage.get(record.scenario, record.references)
-    for index, receipt in enumerate(record.references):
+    places = {
+        receipt: index
+        for index, receipt in enumerate(record.references)
+        if not gateway.remembers(record.scenario, receipt)
+    }
+    if not places:
+        return
+    found = await gateway.deployment.storage.get(record.scenario, list(places))
+    for receipt, index in places.items():
         if not isinstance(found.get(receipt), InferenceRecord):
             raise UnknownReceipt(f"scenario {record.scenario!r} holds no answer {receipt!r}", f"references[{index}]")
 

@@ -192,6 +192,8 @@ executor.start()
 assert process.gone(first, 5)
 assert executor.rpc(0, "add").result(10) == 1
 family = process.marked(f"REEF_LOCAL_RAY={cluster._session.directory}")
+untitled = [one for one in family if b"SPT_NOENV=1" not in open(f"/proc/{one.pid}/environ", "rb").read()]
+assert not untitled, "their titles may cover the mark"
 print("OWNER", cluster._session.directory, executor.pids[0], *(one.pid for one in family), file=sys.stderr, flush=True)
 time.sleep(60)
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 class FakeProvider:
     """Answers every request with `answer`: bytes, or a coroutine function that writes what it likes."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: ssl.SSLContext | None = None) -> None:
         self.answer: bytes | Script = reply({})
         self.heads: list[str] = []
         self.bodies: list[bytes] = []
@@ -30,7 +31,7 @@ class FakeProvider:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._server = self._run(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        self._server = self._run(asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=context))
         self.port = self._server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
 

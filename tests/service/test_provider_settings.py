@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 
@@ -147,3 +149,60 @@ def test_more_requests_than_connections_wait_and_are_told_when_it_takes_too_long
         first.join(10)
         provider.answer = reply({})
         assert ask(reef).status_code == 200
+
+
+def test_shutdown_tells_who_waits_for_a_whole_answer(provider, tmp_path):
+    provider.answer = hang
+    config = resolve(environ={}, flags={"inference.upstream-url": provider.url, "reef.data-dir": str(tmp_path)}).config
+    answers: list[httpx.Response] = []
+    with running(build(config), shutdown_grace=0.1) as reef:
+        asking = threading.Thread(target=lambda: answers.append(ask(reef)))
+        before = len(provider.bodies)
+        asking.start()
+        while len(provider.bodies) == before:
+            threading.Event().wait(0.01)
+        reef.server.should_exit = True
+        asking.join(20)
+    assert [answer.status_code for answer in answers] == [503] and "shutting down" in message(answers[0])
+
+
+def test_a_provider_with_tls_is_asked_if_its_certificate_is_trusted(tmp_path, monkeypatch):
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    command += [
+        "-subj",
+        "/CN=localhost",
+        "-addext",
+        "subjectAltName=DNS:localhost",
+        "-keyout",
+        key,
+        "-out",
+        certificate,
+    ]
+    try:
+        subprocess.run([*map(str, command)], check=True, capture_output=True, timeout=30)
+    except OSError:
+        pytest.skip("there is no openssl to make a certificate with")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    provider = FakeProvider(context)
+    provider.answer = reply({"said": 1})
+    url = f"https://localhost:{provider.port}"
+    with in_front(url, tmp_path / "stranger", upstream_connect_retries="0") as reef:
+        assert ask(reef).status_code == 502 and provider.bodies == []
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with in_front(url, tmp_path / "trusted") as reef:
+        assert [ask(reef).json() for _ in range(2)] == [{"said": 1}] * 2
+    assert provider.headers()["host"] == f"localhost:{provider.port}"
+    provider.close()

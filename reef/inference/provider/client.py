@@ -32,9 +32,11 @@ class ProviderHandler(InferenceHandler):
         parts = urlsplit(config.upstream_url)
         self._api = config.upstream_api
         self._base_path = config.base_path
-        self._host = b"host: " + parts.netloc.encode() + b"\r\naccept-encoding: identity\r\n"
         self._key = config.upstream_api_key.encode()
+        self._openai_key = [b"authorization: Bearer " + self._key] if self._key else []
+        self._anthropic_key = [b"x-api-key: " + self._key] if self._key else []
         self._model = config.upstream_model
+        self._fixed = b" HTTP/1.1\r\nhost: " + parts.netloc.encode() + b"\r\naccept-encoding: identity"
         self._pool = Pool(
             config.upstream_url,
             connections=config.upstream_connections,
@@ -77,38 +79,42 @@ class ProviderHandler(InferenceHandler):
         Raises NotFound for a route of an API that the provider does not speak, InvalidRequest for a body that is no
         JSON object, UpstreamError, UpstreamTimeout, Unavailable.
         """
-        anthropic = self._speaks_anthropic(route, headers)
         body = request.body
         if method == "POST":
-            body = self._renamed(read_object(body), body)
+            content = read_object(body)
+            if self._model:  # only this value changes
+                body = msgspec.json.encode({**content, "model": self._model})
         path = self._base_path + route.removeprefix("/v1")
-        lines = [f"{method} {path}".encode(), b"?" + query if query else b"", b" HTTP/1.1\r\n", self._host]
         extra = self.prepare(OutgoingRequest(request.request_id, request.lane, path, body))
         refused = _NOT_SENT if credentials and not self._key else _NOT_SENT | _CREDENTIALS
+        if extra:
+            refused |= {header.encode() for header in extra}
+        target = path.encode() + (b"?" + query if query else b"")
+        lines = [method.encode() + b" " + target + self._fixed]
+        versioned = False
         for name, value in headers:
-            if name not in refused and not name.startswith(b"x-reef-") and (not extra or name.decode() not in extra):
-                lines += (name, b": ", value, b"\r\n")
-        if self._key:
-            lines += (b"x-api-key: " if anthropic else b"authorization: Bearer ", self._key, b"\r\n")
-        for header, text in extra.items():
-            lines += (header.encode(), b": ", text.encode(), b"\r\n")
+            if name not in refused and not name.startswith(b"x-reef-"):
+                lines.append(name + b": " + value)
+                versioned = versioned or name == b"anthropic-version"
+        if self._speaks_anthropic(route, versioned):
+            lines += self._anthropic_key
+        else:
+            lines += self._openai_key
+        lines += [f"{header}: {text}".encode() for header, text in extra.items()]
         if method == "POST":
-            lines.append(b"content-length: %d\r\n" % len(body))
-        return await self._pool.send(b"".join([*lines, b"\r\n", body]))
+            lines.append(b"content-length: %d" % len(body))
+        lines += (b"", body)
+        return await self._pool.send(b"\r\n".join(lines))
 
-    def _speaks_anthropic(self, route: str, headers: Headers) -> bool:
-        """Whether the request is Anthropic's. Raises NotFound if the provider speaks the other API."""
+    def _speaks_anthropic(self, route: str, versioned: bool) -> bool:
+        """Whether the request is Anthropic's; `versioned`: it says so. Raises NotFound if the provider isn't."""
         asked = route.startswith("/v1/messages")
         if self._api == "auto":
-            return asked or any(name == b"anthropic-version" for name, _ in headers)
+            return asked or versioned
         anthropic = self._api == "anthropic"
         if asked != anthropic and not route.startswith("/v1/models"):
             raise NotFound(f"no such route: the provider behind this Reef speaks {self._api} only ({route})")
         return anthropic
-
-    def _renamed(self, content: dict[str, msgspec.Raw], body: bytes) -> bytes:
-        """Only the value of `model` changes."""
-        return msgspec.json.encode({**content, "model": self._model}) if self._model else body
 
 
 def returned_headers(headers: Headers) -> list[tuple[bytes, bytes]]:

@@ -212,7 +212,9 @@ class _Session:
         self.directory = self._owned.path
         mark = f"{_MARK}={self.directory}"
         self._lease = Lease(mark)
-        os.environ[_MARK] = str(self.directory)
+        # Ray's processes write their titles over what /proc shows of their environment; setproctitle's SPT_NOENV.
+        added = {_MARK: str(self.directory), "SPT_NOENV": "1"}
+        os.environ.update(added)
         try:
             ray.init(
                 address="local",
@@ -223,7 +225,8 @@ class _Session:
                 **common,
             )
         finally:
-            del os.environ[_MARK]
+            for name in added:
+                del os.environ[name]
         self._vital = process.named(mark, _VITAL)
 
 
