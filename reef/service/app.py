@@ -22,6 +22,7 @@ from starlette.routing import Route
 from reef import tracing
 from reef.errors import ConfigError, ReefError
 from reef.service import (
+    dashboard,
     failures,
     forwarding,
     logs,
@@ -62,6 +63,7 @@ def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
         *routes_health.ROUTES,
         *routes_scenarios.ROUTES,
         *scrape.ROUTES,
+        *dashboard.ROUTES,
     ]
     app = Starlette(
         routes=[*routes, openapi_route(routes, managed=deployment.provider is None)],
@@ -76,6 +78,7 @@ def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
             Exception: failures.on_unexpected,
         },
     )
+    app.add_middleware(dashboard.BrowserLogin)  # before authentication
     app.state.gateway = gateway = Gateway(deployment, config)
     paths = [route.path for route in app.routes if isinstance(route, Route) and not route.param_convertors]
     app.state.observer = Observer(app, paths, gateway.redaction.keeps)

@@ -267,11 +267,13 @@ def test_nothing_is_sent_twice(reef, provider):
     assert ask(reef).status_code == 502 and len(provider.bodies) == before + 1
 
 
-@pytest.mark.parametrize("content", [b"", b"nope", b"[1]", b'{"a":', b"[" * 100_000])
-def test_a_body_that_is_no_json_object_is_not_sent(reef, provider, content):
+@pytest.mark.parametrize(
+    ("content", "status"), [(b"", 400), (b"nope", 400), (b"[1]", 400), (b'{"a":', 400), (b"[" * 100_000, 413)]
+)
+def test_a_body_that_is_no_json_object_is_not_sent(reef, provider, content, status):
     before = len(provider.bodies)
     answer = ask(reef, content=content)
-    assert answer.status_code == 400 and len(provider.bodies) == before
+    assert answer.status_code == status and len(provider.bodies) == before
 
 
 def test_a_repeated_request_with_its_id_gets_the_stored_bytes(reef, provider):

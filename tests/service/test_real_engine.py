@@ -73,6 +73,13 @@ def test_streams_at_once_each_show_what_is_recorded_for_them(real, run):
         assert text == decoded(real, record_of(real, receipt))
 
 
+def test_the_dashboard_shows_engine_scenario_and_answer(real):
+    receipt = real.openai.chat.completions.create(**GREEDY).model_extra["reef"]["agent_record_id"]
+    page = real.http.get("/dashboard").text
+    for shown in ("<td>engine-0</td>", "<h2>default</h2>", "/v1/chat/completions 200 length", receipt):
+        assert shown in page
+
+
 def test_a_stop_string_ends_the_answer_before_it(real):
     whole = real.openai.chat.completions.create(**GREEDY).choices[0].message.content
     stop = whole[len(whole) // 2 :][:5]
