@@ -19,7 +19,7 @@ from reef.errors import ConfigError, NotFound, StorageError
 from reef.inference.chat.service import ChatService
 from reef.recipe.lookup import build_evaluator, build_recipe
 from reef.records.lock import DirectoryLock
-from reef.records.opening import artifacts_directory, open_storage
+from reef.records.opening import artifacts_directory, location, open_storage
 from reef.records.retention import keep_purging
 from reef.runtime.interfaces import (
     EngineReport,
@@ -85,8 +85,14 @@ class Deployment:
             )
             opened.callback(purging.cancel)
             dtype = next((report.dtype for report in await self._inference.reports()), "")
-            write_serving(self.data, Serving(str(Path(self.config.inference.model_path).resolve()), dtype))
+            self._write_serving(dtype)
             self._opened = opened.pop_all()
+
+    def _write_serving(self, dtype: str) -> None:
+        storage = self.config.storage
+        artifacts = str(Path(storage.artifacts).resolve()) if storage.artifacts else ""
+        model = str(Path(self.config.inference.model_path).resolve())
+        write_serving(self.data, Serving(model, dtype, location(storage), artifacts))
 
     async def _build(self) -> None:
         config, data = self.config, self.data
