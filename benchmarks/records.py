@@ -31,7 +31,7 @@ from typing import Any
 from reef.records import schema
 from reef.records.codec import encode
 from reef.records.opening import storage_at
-from reef.records.sqlite import SqliteStorage, append
+from reef.records.sqlite import Append, SqliteStorage
 from reef.runtime.interfaces import InferenceRecord, Record
 from tests.records.values import base, typical
 
@@ -56,7 +56,7 @@ class OneTransactionPerAppend:
 
     def _commit(self, encoded) -> tuple[int, float]:
         self._connection.execute("BEGIN IMMEDIATE")
-        stored = append(self._connection, encoded)
+        stored = Append(encoded)(self._connection)
         self._connection.execute("COMMIT")
         return stored
 

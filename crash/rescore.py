@@ -40,7 +40,8 @@ class Rescorer:
 
     @cached_property
     def _reference(self) -> Reference:
-        return Reference(self._model, contents_of(self._data() / "artifacts"), tolerance=TOLERANCE)
+        contents = contents_of(self._data() / "artifacts")
+        return Reference(self._model, contents, tolerance=TOLERANCE, dtype=torch.float64)
 
     def generation(self, generation: dict[str, Any], releases: dict[str, Release]) -> str | None:
         """None if every token has the log-probability that its span's release gives it, else what is wrong.
@@ -71,7 +72,7 @@ class Rescorer:
         )
         output = [self._token_of_byte[byte] for byte, _ in tokens]
         ids = torch.tensor([[*prompt, *output]])
-        expected = torch.tensor([logprob for _, logprob in tokens])
+        expected = torch.tensor([logprob for _, logprob in tokens], dtype=torch.float64)
         self.fragments += 1
         self._tries = TRIES
         reached = self._explained(

@@ -82,7 +82,7 @@ class Run:
                 self._fill_disk(kill, outcome)
             else:
                 self._make_room(kill)
-                pid = 0 if kill.victim == "service" else self._find(kill.victim)
+                pid = self.deployment.pid if kill.victim == "service" else self._find(kill.victim)
                 self._recover(kill, outcome, self._strike(kill, pid), pid)
         except (Unrecovered, ReefError) as error:
             outcome.problems.append(f"unrecovered: {error}\n{self.deployment.tail()}")

@@ -141,6 +141,7 @@ def serve(config_file: Path | None, print_config: bool, **keyed: str | None) -> 
     \b
     Examples:
       reef serve --inference.model-path DIR
+      reef serve --inference.upstream-url https://HOST/v1        in front of a provider: record only
       reef serve --inference.model-path DIR --training.backend torch --recipe.batch-size 16
       reef serve --config reef.yaml --print-config
 
@@ -442,6 +443,28 @@ def compact(config_file: Path | None, **keyed: str | None) -> None:
 root.add_command(verify)
 
 
+@root.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]), required=False)
+def completion(shell: str | None) -> None:
+    """Print what makes a shell complete commands, options and every key of the configuration.
+
+    Without SHELL it is the one that $SHELL names.
+
+    \b
+    Examples:
+      source <(reef completion bash)                             now, in this shell
+      reef completion bash >> ~/.bashrc                          in every new one
+      reef completion fish > ~/.config/fish/completions/reef.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    wanted = shell or Path(os.environ.get("SHELL", "")).name
+    found = get_completion_class(wanted)
+    if found is None:
+        raise click.UsageError(f"SHELL must be bash, zsh or fish, got {wanted!r}")
+    click.echo(found(root, {}, "reef", "_REEF_COMPLETE").source())
+
+
 # ---------------------------------------------------------------------------------------------- printing
 
 
@@ -464,12 +487,22 @@ def _print_release(answer: dict[str, Any], as_json: bool) -> None:
     click.echo(f"release {answer['number']} ({answer['release_id']}) now serves {answer['content_id']}")
 
 
+HERE = "this process"
+SETTLED = ("complete", "rejected")
+
+
 def _status_lines(answer: Mapping[str, Any]) -> list[str]:
     """The deployment, its engines and each scenario, a line or two each."""
     health = "; ".join(answer["health"]) or "healthy"
     lines = [f"{answer['model']}, up {answer['uptime_seconds']:.0f} s, {health}"]
     if answer.get("training_health"):
         lines.append(f"training: {answer['training_health']}")
+    if answer.get("trains", HERE) != HERE:
+        lines.append(f"trains: {answer['trains']}")
+    if (job := answer.get("job")) and job["state"] not in SETTLED:
+        lines.append(f"job {job['job_id']} of {job['scenario']}: {job['state']}")
+    if (pause := answer.get("last_pause_seconds")) is not None:
+        lines.append(f"last pause: {1000 * pause:.0f} ms")
     for engine in answer["engines"]:
         lines.append(
             f"{engine['engine']}: {engine['running']} running, {engine['waiting']} waiting, "

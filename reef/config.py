@@ -30,6 +30,7 @@ from msgspec import inspect as kinds
 
 from reef.errors import ConfigError
 from reef.inference.local.config import LocalConfig
+from reef.inference.provider.config import ProviderConfig
 from reef.inference.sglang.config import SGLangConfig
 from reef.recipe.config import EvaluationConfig, RecipeConfig
 from reef.records.config import PostgresConfig, SqliteConfig
@@ -42,13 +43,14 @@ DEFAULT_FILE = "reef.yaml"
 DERIVED_DEFAULTS = {
     "recipe.name": "scored where something trains, else record-only",
     "inference.pause-mode": "`in_place`; `retract` with training.colocate",
+    "inference.backend": "local; provider with inference.upstream-url",
 }
 
 
 # section -> backend -> struct; the first backend is the default. "" marks a section with one struct for all.
 SECTIONS: dict[str, dict[str, type[msgspec.Struct]]] = {
     "reef": {"": ServiceConfig},
-    "inference": {"local": LocalConfig, "sglang": SGLangConfig},
+    "inference": {"local": LocalConfig, "sglang": SGLangConfig, "provider": ProviderConfig},
     "training": {"none": NoTraining, "torch": TorchConfig},
     "recipe": {"": RecipeConfig},
     "storage": {"sqlite": SqliteConfig, "postgres": PostgresConfig},
@@ -159,6 +161,9 @@ def resolve(
     sections: dict[str, Any] = {}
     if _colocates(settings):
         settings.setdefault("inference.pause-mode", Setting("retract", "default with training.colocate", 0, text=False))
+    if (upstream := settings.get("inference.upstream-url")) is not None:
+        chosen = Setting("provider", "default with inference.upstream-url", upstream.layer, text=False)
+        settings.setdefault("inference.backend", chosen)
     for section in SECTIONS:
         backend = _choose_backend(section, settings, values, origins)
         if section == "recipe":
@@ -166,6 +171,7 @@ def resolve(
         sections[section] = _build_section(section, backend, settings, values, origins)
     config = ReefConfig(**sections)
     _check_colocation(config, origins)
+    _check_provider(config, origins)
     return Resolved(config, values, origins, _warnings(config))
 
 
@@ -185,11 +191,22 @@ def _colocates(settings: Mapping[str, Setting]) -> bool:
 
 def _check_colocation(config: ReefConfig, origins: Mapping[str, str]) -> None:
     """Raises ConfigError: memory whose requests are frozen in place cannot be lent."""
+    if isinstance(config.inference, ProviderConfig):
+        return
     if getattr(config.training, "colocate", False) and config.inference.pause_mode is not PauseMode.RETRACT:
         raise ConfigError(
             f"inference.pause-mode must be retract with training.colocate ({origins['training.colocate']}): the "
             f"trainer takes the memory that requests would be frozen in; got {config.inference.pause_mode} "
             f"({origins['inference.pause-mode']})"
+        )
+
+
+def _check_provider(config: ReefConfig, origins: Mapping[str, str]) -> None:
+    """Raises ConfigError for a trainer of weights that are somebody else's."""
+    if isinstance(config.inference, ProviderConfig) and not isinstance(config.training, NoTraining):
+        raise ConfigError(
+            f"training.backend must be none with inference.backend provider ({origins['inference.backend']}): an "
+            f"external provider has no weights to train; got {origins['training.backend']}"
         )
 
 
@@ -224,7 +241,7 @@ def section_keys(section: str, backend: str) -> dict[str, Key]:
         if isinstance(info, kinds.Metadata):
             schema, extra = info.extra_json_schema or {}, info.extra or {}
         description = str(schema.get("description", ""))
-        owners = tuple(owner for owner, struct in structs.items() if name in dict(_leaves(struct)))
+        owners = tuple(owner for owner, struct in structs.items() if name in _names(struct))
         key = Key(
             section,
             name,
@@ -246,6 +263,11 @@ def _leaves(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[st
             yield from _leaves(inner, f"{name}.")
         else:
             yield name, item
+
+
+@cache
+def _names(struct: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(name for name, _ in _leaves(struct))
 
 
 def _struct_of(item: msgspec.structs.FieldInfo) -> type[msgspec.Struct] | None:

@@ -10,16 +10,24 @@ import re
 import shutil
 import socket
 import sqlite3
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
+from reef import __version__
 from reef.errors import ConfigError, ReefError
+from reef.inference.local.config import LocalConfig
+from reef.inference.provider.config import ProviderConfig
+from reef.inference.sglang.config import SGLangConfig
+from reef.inference.sglang.environment import require_interpreter
 from reef.records.config import PostgresConfig, SqliteConfig
 from reef.records.opening import describe
 from reef.service.config import NoTraining, ReefConfig
+from reef.train.torch_backend.config import TorchConfig
 
 GIB = 1024**3
 DISK_FAIL, DISK_WARN = GIB // 4, 2 * GIB  # bytes free under the data directory
@@ -46,12 +54,10 @@ def examine(config: ReefConfig | None, problem: ConfigError | None = None) -> li
         return [*checks, Check("configuration", "fail", reason, "-> what depends on it was not checked")]
     training = "nothing trains" if isinstance(config.training, NoTraining) else "it trains"
     checks.append(Check("configuration", "ok", f"valid; {training}"))
-    checks.append(_packages("local", "model"))
-    model = Path(config.inference.model_path)
+    checks += [_packages(extra, what) for extra, what in _extras(config)]
     data = Path(config.reef.data_dir)
     later: list[Callable[[], Check]] = [
-        lambda: _model_files(model),
-        lambda: _model_loads(model),
+        *_model_checks(config),
         lambda: _data_directory(data),
         lambda: _storage(config.storage, data),
         lambda: _port(config.reef.host, config.reef.port),
@@ -59,8 +65,47 @@ def examine(config: ReefConfig | None, problem: ConfigError | None = None) -> li
     return [*checks, *(check() for check in later)]
 
 
+def _model_checks(config: ReefConfig) -> list[Callable[[], Check]]:
+    inference = config.inference
+    if isinstance(inference, ProviderConfig):
+        return [lambda: _upstream(inference.upstream_url)]
+    model = Path(inference.model_path)
+    return [
+        lambda: _model_files(model),
+        lambda: _model_loads(model),
+        lambda: _device(inference, config.training),
+        lambda: _engine(inference),
+    ]
+
+
+def _upstream(url: str) -> Check:
+    """Whether anybody listens there; nothing is asked."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((str(parts.hostname), port), timeout=5.0).close()
+    except OSError as error:
+        return Check(
+            "upstream", "fail", f"{parts.hostname}:{port}: {error}", "-> inference.upstream-url, or the network"
+        )
+    return Check("upstream", "ok", f"{parts.hostname}:{port} accepts connections")
+
+
 def _python() -> Check:
-    return Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    where = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Check("reef", "ok", f"Reef {__version__}, {where}")
+
+
+def _extras(config: ReefConfig) -> Iterator[tuple[str, str]]:
+    """Optional dependencies that this configuration uses, and what for."""
+    if not isinstance(config.inference, ProviderConfig):
+        yield "local", "model"
+    if isinstance(config.storage, PostgresConfig):
+        yield "postgres", "storage"
+    if config.execution.executor == "ray" or config.execution.runtime == "ray_training":
+        yield "ray", "execution"
+    if config.observability.trace_endpoint is not None:
+        yield "otel", "traces"
 
 
 def _requirements(extra: str) -> Iterator[tuple[str, str]]:
@@ -188,6 +233,64 @@ def _model_loads(model: Path) -> Check:
     if tokenizer.chat_template is None:
         return Check(name, "fail", f"{detail}, no chat template", "-> use the instruct or chat variant of the model")
     return Check(name, "ok", detail)
+
+
+def _device(inference: LocalConfig | SGLangConfig, training: NoTraining | TorchConfig) -> Check:
+    """What the engines and the trainer would compute on."""
+    name = "device"
+    wanted = {"inference.device": getattr(inference, "resolved_device", inference.device)}
+    if not isinstance(training, NoTraining):
+        wanted["training.device"] = training.device
+    try:
+        import torch
+    except ImportError as error:
+        return Check(name, "fail", str(error), "-> pip install 'reef[local]'")
+    build = f"torch {torch.__version__}"
+    if torch.cuda.is_available():
+        found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        gpus = ", ".join(f"{gpu.name} ({gpu.total_memory / GIB:.0f} GiB)" for gpu in found)
+        needed = inference.num_gpus or 0
+        if needed > len(found):
+            return Check(name, "fail", f"{gpus}; {build}", f"-> inference.num-gpus is {needed}: there are {len(found)}")
+        return Check(name, "ok", f"{gpus}; CUDA {torch.version.cuda}; {build}")
+    if refused := [key for key, device in wanted.items() if device == "cuda"]:
+        advice = "-> `nvidia-smi` must list it, and torch be a build with CUDA; or set it to cpu"
+        return Check(name, "fail", f"{' and '.join(refused)} is cuda, but {build} finds no CUDA device", advice)
+    if shutil.which("nvidia-smi"):
+        return Check(name, "warn", f"CPU: {build} cannot use this machine's GPU", "-> install a torch build with CUDA")
+    return Check(name, "ok", f"CPU; {build}")
+
+
+def _engine(inference: LocalConfig | SGLangConfig) -> Check:
+    name = "engine"
+    if isinstance(inference, SGLangConfig):
+        return _sglang(inference)
+    if inference.kernels == "auto" and not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
+        advice = "-> install one for faster decoding on CPUs, or set inference.kernels to torch"
+        return Check(name, "warn", "Reef's own; no C++ compiler for its kernels", advice)
+    return Check(name, "ok", "Reef's own")
+
+
+def _sglang(inference: SGLangConfig) -> Check:
+    name = "engine"
+    for endpoint in inference.endpoints:
+        address = urlsplit(endpoint)
+        try:
+            socket.create_connection((address.hostname, address.port or 80), timeout=5.0).close()
+        except OSError as error:
+            return Check(name, "fail", f"SGLang at {endpoint}: {error}", "-> start it, or correct inference.endpoints")
+    if inference.endpoints:
+        return Check(name, "ok", f"SGLang at {', '.join(inference.endpoints)} accepts connections")
+    try:
+        python = require_interpreter(inference.python)
+    except ConfigError as error:
+        return Check(name, "fail", str(error), "-> make engine-sglang")
+    asking = [str(python), "-c", "from importlib.metadata import version; print(version('sglang'))"]
+    done = subprocess.run(asking, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        return Check(name, "fail", f"{python} has no SGLang: {reason}", "-> make engine-sglang, or inference.python")
+    return Check(name, "ok", f"SGLang {done.stdout.strip()} in {python}")
 
 
 def _data_directory(data: Path) -> Check:

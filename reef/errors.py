@@ -13,7 +13,9 @@ ReefError
 ├── StorageError          the database or the disk refused a write
 │   └── DamagedRecord     a stored record is not what was stored
 ├── EngineError           an engine failed; the request was not completed
-│   └── EngineUncertain   the engine's weights or memory are in an unknown state: replace it
+│   ├── EngineUncertain   the engine's weights or memory are in an unknown state: replace it
+│   └── UpstreamError     an external provider could not be reached, or its answer is of no use
+│       └── UpstreamTimeout
 ├── BarrierError          a pause barrier did not hold on every engine
 ├── VerificationError     what an engine serves is not what was published
 ├── TrainingError         the trainer could not produce a candidate
@@ -92,6 +94,14 @@ class EngineUncertain(EngineError):
     """The engine's weights or memory are in an unknown state; it must be replaced."""
 
 
+class UpstreamError(EngineError):
+    """An external provider could not be reached, broke off, or answered with what is not an answer."""
+
+
+class UpstreamTimeout(UpstreamError):
+    """An external provider took too long."""
+
+
 class BarrierError(ReefError):
     """A pause barrier did not hold on every engine."""
 
@@ -124,6 +134,8 @@ HTTP_STATUS: tuple[tuple[type[ReefError], int], ...] = (
     (StorageError, 503),
     (WorkerDied, 503),
     (BarrierError, 503),
+    (UpstreamTimeout, 504),
+    (UpstreamError, 502),
     (EngineError, 503),
     (ReefError, 500),
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIDDLE = {"records", "artifact", "inference", "train", "recipe"}
-BASE = {"reef", "errors", "points", "directories", "device", "interfaces"}
+BASE = {"reef", "errors", "points", "directories", "device", "metrics", "tracing", "interfaces"}
 BELOW_SERVICE = BASE | MIDDLE | {"runtime", "scenario"}
 
 # Which rooms a room may import, besides itself.
@@ -22,6 +22,8 @@ ALLOWED: dict[str, set[str]] = {
     "points": {"reef"},
     "directories": {"reef"},
     "device": {"reef", "errors"},
+    "metrics": {"reef"},
+    "tracing": {"reef", "errors"},
     "interfaces": {"reef", "errors"},
     "client": {"reef", "errors"},
     **dict.fromkeys(MIDDLE, BASE),
@@ -38,7 +40,9 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 # What a base install has besides the standard library.
-BASE_LIBRARIES = {"click", "httptools", "msgspec", "yaml", "rich", "starlette", "uvicorn", "uvloop"}
+BASE_LIBRARIES = {
+    "click", "httptools", "msgspec", "prometheus_client", "yaml", "rich", "starlette", "uvicorn", "uvloop",
+}  # fmt: skip
 
 # Packages whose modules may load heavy libraries when they are imported; their `config` modules may not.
 INTEGRATIONS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -11,9 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
-from reef.cli import main
+from reef.cli import main, root
 from reef.config import known_keys
 
 RELEASE = {
@@ -100,11 +102,42 @@ def test_serve_help_lists_every_key_with_what_it_expects(run: Run) -> None:
     assert "REEF_RECIPE__BATCH_SIZE" in words
 
 
-@pytest.mark.parametrize("command", [None, "serve", "demo", "report", "status", "releases", "rollback", "promote"])
-def test_help_teaches_with_an_example(run: Run, command: str | None) -> None:
-    code, out, _ = run(*([command] if command else []), "--help")
+def commands(found: click.Command, *path: str) -> Iterator[tuple[str, ...]]:
+    """Every command by its words, those of groups too; each must explain all of its options."""
+    if not isinstance(found, click.Group):
+        assert [param.name for param in found.params if isinstance(param, click.Option) and not param.help] == []
+        yield path
+        return
+    context = click.Context(found)
+    for name in found.list_commands(context):
+        yield from commands(found.get_command(context, name), *path, name)
+
+
+@pytest.mark.parametrize("command", [(), *commands(root)], ids="-".join)
+def test_help_teaches_with_an_example(run: Run, command: tuple[str, ...]) -> None:
+    code, out, _ = run(*command, "--help")
     assert code == 0
-    assert f"  reef {command or 'serve'}" in out.split("Options:")[0].split("\n", 1)[1]
+    assert f"  reef {' '.join(command) or 'serve'}" in out.split("Options:")[0].split("\n", 1)[1]
+
+
+def test_a_shell_completes_commands_and_keys(run: Run, tmp_path: Path) -> None:
+    code, script, _ = run("completion", "bash")
+    assert code == 0 and "_REEF_COMPLETE=bash_complete" in script
+    (tmp_path / "reef").write_text(f'#!/bin/sh\nexec {sys.executable} -m reef.cli "$@"\n')
+    (tmp_path / "reef").chmod(0o755)
+    asking = "COMP_WORDS=(reef serve --inference.model-p); COMP_CWORD=2; _reef_completion reef; echo ${COMPREPLY[*]}"
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(Path.cwd())}
+    shell = ["bash", "--norc", "-c", f"{script}\n{asking}"]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.stdout.split() == ["--inference.model-path"], done.stderr
+
+
+@pytest.mark.parametrize(("shell", "starts"), [("/bin/zsh", "#compdef reef"), ("/usr/bin/fish", "function _reef")])
+def test_completion_is_for_the_shell_that_is_used(run: Run, monkeypatch, shell: str, starts: str) -> None:
+    monkeypatch.setenv("SHELL", shell)
+    assert run("completion")[1].startswith(starts)
+    monkeypatch.setenv("SHELL", "/bin/tcsh")
+    assert run("completion")[0] == 2
 
 
 def test_print_config_shows_flags_and_the_local_file(run: Run, tmp_path: Path) -> None:
@@ -205,10 +238,15 @@ def test_status_is_a_few_lines_for_people_or_json(run: Run, fake: FakeReef) -> N
     }
     engine = {"engine": "engine-0", "running": 1, "waiting": 0, "free_pages": 7, "total_pages": 8}
     answer = {"model": "m", "uptime_seconds": 61.4, "health": [], "engines": [engine], "scenarios": [scenario]}
+    answer |= {"trains": "another process (host:x)", "last_pause_seconds": 0.0214}
+    answer["job"] = {"job_id": "job_1", "scenario": "support", "state": "updating_weights"}
     fake.answers["GET", "/reef/status"] = answer
     assert json.loads(run("status", "--json")[1]) == answer
     assert run("status")[1].splitlines() == [
         "m, up 61 s, healthy",
+        "trains: another process (host:x)",
+        "job job_1 of support: updating_weights",
+        "last pause: 21 ms",
         "engine-0: 1 running, 0 waiting, 7 of 8 pages free",
         "support: serves release 1 (trained, engine:1); 5 answers, 3 reports, recipe scored",
         "  waits: 1 pending",

@@ -68,10 +68,13 @@ def one_line_of_text(key: Key) -> bool:
     return not key.secret and key.default is not None and key.default != {} and key.name != "backend"
 
 
+REQUIRED = {"inference.model-path": "models/m", "inference.upstream-url": "http://127.0.0.1:8"}
+
+
 @pytest.mark.parametrize("dotted", [key.dotted for key in known_keys().values() if one_line_of_text(key)])
 def test_every_key_is_a_flag_a_variable_and_a_file_key(dotted: str, tmp_path: Path) -> None:
     key = known_keys()[dotted]
-    shown = "models/m" if key.required else msgspec.to_builtins(key.default)
+    shown = REQUIRED[dotted] if key.required else msgspec.to_builtins(key.default)
     value = (
         ",".join(shown)
         if isinstance(shown, list | tuple)
@@ -80,6 +83,8 @@ def test_every_key_is_a_flag_a_variable_and_a_file_key(dotted: str, tmp_path: Pa
         else str(shown)
     )
     base = MODEL | ({f"{key.section}.backend": key.backends[0]} if key.backends else {})
+    if key.backends == ("provider",):
+        base = {"inference.backend": "provider", "inference.upstream-url": "http://127.0.0.1:9"}
     if key.section == "storage" and key.backends == ("postgres",):
         base |= {"storage.url": "postgresql://localhost/reef"}
     by_flag = resolve(flags=base | {dotted: value})

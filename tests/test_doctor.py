@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import socket
 import sqlite3
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def test_without_a_valid_configuration_the_rest_is_still_checked() -> None:
     found = {check.name: check for check in examine(None, ConfigError("recipe.batch-size must be int"))}
     assert found["configuration"].verdict == "fail"
     assert "recipe.batch-size must be int" in found["configuration"].detail
-    assert found["python"].verdict == found["packages (base)"].verdict == "ok"
+    assert found["reef"].verdict == found["packages (base)"].verdict == "ok"
     assert "port" not in found
 
 
@@ -94,3 +95,38 @@ def test_more_threads_than_cores_is_a_warning(tmp_path: Path, monkeypatch: pytes
 def test_the_machine_has_cores_and_memory() -> None:
     assert cores() >= 1
     assert available_memory() > 0
+
+
+def test_what_is_configured_is_what_is_looked_for(tmp_path: Path) -> None:
+    assert {name for name in checks(tmp_path) if name.startswith("packages")} == {"packages (base)", "packages (model)"}
+    given = {"storage__backend": "postgres", "storage__url": "postgresql://nobody@127.0.0.1:1/none"}
+    found = checks(tmp_path, execution__executor="ray", **given)
+    assert {"packages (storage)", "packages (execution)"} <= set(found)
+    assert found["database"].verdict == "fail" and "127.0.0.1:1" in found["database"].detail
+
+
+def test_a_device_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        refused = checks(tmp_path, inference__device="cuda")["device"]
+        assert refused.verdict == "fail" and "inference.device is cuda" in refused.detail
+        assert checks(tmp_path, training__backend="torch", training__device="cuda")["device"].verdict == "fail"
+    assert checks(tmp_path, inference__device="cpu")["device"].detail.endswith(torch.__version__)
+
+
+def test_a_compiler_for_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = checks(tmp_path)["engine"]
+    assert found.verdict == "warn" and "no C++ compiler" in found.detail
+    assert checks(tmp_path, inference__kernels="torch")["engine"].verdict == "ok"
+
+
+def test_sglang_where_it_is_and_where_it_is_not(tmp_path: Path) -> None:
+    given = {"inference__backend": "sglang", "inference__python": sys.executable}
+    found = checks(tmp_path, **given)["engine"]
+    assert found.verdict == "fail" and "has no SGLang" in found.detail and "make engine-sglang" in found.advice
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        there = {"inference__backend": "sglang", "inference__endpoints": endpoint}
+        assert checks(tmp_path, **there)["engine"].verdict == "ok"
+    assert checks(tmp_path, **there)["engine"].verdict == "fail"

@@ -255,3 +255,8 @@ def test_a_dead_engine_is_replaced_with_the_committed_weights(reef: Reef):
         time.sleep(0.2)
     assert reef.ask(temperature=0.0)[1] == answer
     assert reef.head()["number"] == 1
+    lines = dict(line.rsplit(" ", 1) for line in reef.http.get("/metrics").text.splitlines() if line[:1] != "#")
+    assert float(lines['reef_component_restarts_total{component="engine"}']) == 1
+    assert float(lines['reef_publications_total{kind="trained",scenario="default"}']) == 1
+    assert float(lines["reef_publication_pause_seconds_count"]) == float(lines["reef_training_seconds_count"]) == 1
+    assert float(lines['reef_prefix_prompt_tokens_total{scenario="default"}']) > 0, "of the engine that replaced it"

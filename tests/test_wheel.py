@@ -10,9 +10,12 @@ import venv
 import zipfile
 from pathlib import Path
 
+import httpx
 import pytest
 
+from tests.service.providers import FakeProvider, reply
 from tests.structure import base_modules, read
+from tests.test_cli_serve import ready_url
 
 ROOT = Path(__file__).parent.parent
 UNREACHABLE = re.compile(r"connection error|NewConnectionError|NameResolution|ConnectTimeout|from versions: none", re.I)
@@ -99,3 +102,21 @@ def test_base_install_has_a_command_line(empty_environment) -> None:
     shown = run(home / "reef", "--help", cwd=home)
     assert shown.returncode == 0, shown.stderr
     assert "serve" in shown.stdout
+
+
+def test_a_base_install_serves_an_external_provider(empty_environment, tmp_path) -> None:
+    provider = FakeProvider()
+    provider.answer = reply({"said": "hello"})
+    command = [empty_environment, "-m", "reef.cli", "serve", "--inference.upstream-url", provider.url]
+    command += ["--reef.port", "0", "--reef.data-dir", "data"]
+    log = tmp_path / "log"
+    with log.open("wb") as sink:
+        process = subprocess.Popen([*map(str, command)], cwd=tmp_path, stdout=sink, stderr=subprocess.STDOUT)
+    try:
+        url = ready_url(log, process)
+        answer = httpx.post(f"{url}/v1/chat/completions", json={"model": "m"}, timeout=30)
+        assert answer.json() == {"said": "hello"} and answer.headers["x-reef-agent-record-id"]
+    finally:
+        process.kill()
+        process.wait(10)
+        provider.close()

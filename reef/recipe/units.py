@@ -26,6 +26,7 @@ class Sample:
             output_ids=self.generation.output_ids,
             logprobs=self.generation.logprobs,
             advantages=[advantage] * len(self.generation.output_ids),
+            release_id=self.release_id,
         )
 
 

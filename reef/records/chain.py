@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -135,9 +136,15 @@ def read_commits(connection: Connection, scenario: str, limit: int) -> list[Comm
 
 def count(connection: Connection, scenario: str, name: str, number: int = 1) -> None:
     """Add to a maintained count."""
+    add_counts(connection, {(scenario, name): number})
+
+
+def add_counts(connection: Connection, numbers: Mapping[tuple[str, str], int]) -> None:
+    """Add to maintained counts, by scenario and name."""
     connection.execute(
-        "INSERT INTO counts VALUES (?, ?, ?) ON CONFLICT (scenario, name) DO UPDATE SET n = counts.n + excluded.n",
-        (scenario, name, number),
+        f"INSERT INTO counts VALUES {', '.join(['(?, ?, ?)'] * len(numbers))} "
+        "ON CONFLICT (scenario, name) DO UPDATE SET n = counts.n + excluded.n",
+        [value for key, number in numbers.items() for value in (*key, number)],
     )
 
 

@@ -17,7 +17,8 @@ import sys
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
+from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any
 
 import msgspec
@@ -53,11 +54,16 @@ _DICTIONARY = (
     b"/v1/completions/v1/responses/v1/messages/v1/chat/completions"
 )
 
+_JSON_KINDS = (ReportRecord, InstructionRecord)
 _KIND_OF = {
     InferenceRecord: RecordKind.INFERENCE,
     ReportRecord: RecordKind.REPORT,
     InstructionRecord: RecordKind.INSTRUCTION,
 }
+
+_COLUMNS = {"record_id", "scenario", "created_at", "sequence", "purged"}  # not part of the content
+_JSON_FIELDS = {kind: [one.name for one in fields(kind) if one.name not in _COLUMNS] for kind in _JSON_KINDS}
+_JSON = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
 @dataclass(slots=True, frozen=True)
@@ -238,14 +244,11 @@ def _canonical(record: Record) -> Record:
 
 
 def _json_content(record: ReportRecord | InstructionRecord) -> bytes:
-    fields = asdict(record)
-    for column in ("record_id", "scenario", "created_at", "sequence", "purged"):
-        fields.pop(column, None)
-    return _json_bytes(fields)
+    return _json_bytes({name: getattr(record, name) for name in _JSON_FIELDS[type(record)]})
 
 
 def _json_bytes(value: Any) -> bytes:
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    text = _JSON.encode(value)
     return text.encode("utf-8", "surrogatepass")  # clients may send lone surrogates, as "\ud800"
 
 
@@ -315,7 +318,7 @@ def _unpack_generation(packed: _PackedGeneration) -> Generation:
 
 
 def _digest(kind: RecordKind, scenario: str, record_id: str, content: bytes) -> bytes:
-    identity = json.dumps([kind, scenario, record_id]).encode()
+    identity = f'["{kind}", {_quoted(scenario)}, {_quoted(record_id)}]'.encode()  # as json.dumps writes the three
     return hashlib.blake2b(identity + b"\0" + content, digest_size=_HASH).digest()
 
 

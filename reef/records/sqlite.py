@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from reef.errors import StorageError
 from reef.records import chain, rows, schema
 from reef.records.codec import Encoded
 from reef.records.sql import Connection, Database
 from reef.records.store import SqlStorage
+from reef.records.writer import GroupWriter, Outcome, Waiting
 from reef.runtime.interfaces import RecordKind
 
 T = TypeVar("T")
+
+ROWS = 100  # most records in one statement
 
 # These mean that the caller's values or conditions are wrong; every other error of SQLite condemns the transaction.
 _OF_ONE_OPERATION = (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceError)
@@ -105,26 +109,84 @@ class SqliteStorage(SqlStorage):
     ) -> None:
         super().__init__(SqliteDatabase(path, busy_timeout), readers=read_threads, read_only=read_only)
 
+    def _make_writer(self, patience: float) -> GroupWriter:
+        return SqliteWriter(self.database, patience)
+
     def _appending(self, encoded: Encoded) -> Callable[[Connection], tuple[int, float]]:
-        return partial(append, encoded=encoded)
+        return Append(encoded)
 
 
-def append(connection: Connection, encoded: Encoded) -> tuple[int, float]:
-    """Return sequence and time of the stored record: this one, or the equal one that was there. Raises Conflict."""
-    record = encoded.record
-    cursor = connection.execute(
-        "INSERT INTO records (record_id, scenario, kind, created_at, digest, payload) VALUES (?, ?, ?, ?, ?, ?) "
-        "ON CONFLICT (record_id) DO NOTHING",
-        (record.record_id, record.scenario, encoded.kind, record.created_at, encoded.digest, encoded.payload),
-    )
-    sequence = cursor.lastrowid
-    if cursor.rowcount == 0 or sequence is None:
+@dataclass(slots=True, frozen=True)
+class Append:
+    """The operation that stores one record; a writer that sees several runs them as one statement."""
+
+    encoded: Encoded
+
+    def __call__(self, connection: Connection) -> tuple[int, float]:
+        """Sequence and time of the stored record: this one, or the equal one that was there. Raises Conflict."""
+        record = self.encoded.record
+        if (sequence := append_new(connection, [self.encoded])) is not None:
+            return sequence, record.created_at
         found = connection.execute(
             "SELECT seq, created_at, digest FROM records WHERE record_id = ?", (record.record_id,)
         ).fetchone()
-        return rows.already_stored(found, encoded)
-    if encoded.kind is RecordKind.REPORT:
-        connection.execute("INSERT INTO pending VALUES (?, ?)", (record.scenario, sequence))
-    chain.count(connection, record.scenario, encoded.kind)
-    chain.count(connection, record.scenario, rows.BYTES, len(encoded.payload))
-    return sequence, record.created_at
+        return rows.already_stored(found, self.encoded)
+
+
+class SqliteWriter(GroupWriter):
+    """Each statement gives up the interpreter's lock and has to get it back: so a group's appends are a few for all."""
+
+    def _apply(self, connection: Connection, group: Sequence[Waiting]) -> list[Outcome]:
+        appends = [waiting for waiting in group if isinstance(waiting[0], Append)]
+        if len(appends) < 2:
+            return super()._apply(connection, group)
+        outcomes: list[Outcome] = []
+        for some in (appends[start : start + ROWS] for start in range(0, len(appends), ROWS)):
+            outcomes += self._append(connection, some)
+        return outcomes + super()._apply(connection, [one for one in group if not isinstance(one[0], Append)])
+
+    def _append(self, connection: Connection, appends: Sequence[Waiting]) -> list[Outcome]:
+        """All of them at once, or, if not all are new and well, one by one."""
+        given = [operation.encoded for operation, _, _ in appends if isinstance(operation, Append)]
+        connection.execute("SAVEPOINT several")
+        try:
+            last = append_new(connection, given)
+        except Exception as error:  # perhaps of one of them alone
+            if isinstance(error, self._database.errors) and not self._database.of_one_operation(error):
+                raise
+            last = None
+        if last is None:
+            connection.execute("ROLLBACK TO SAVEPOINT several")
+        connection.execute("RELEASE SAVEPOINT several")
+        if last is None:
+            return super()._apply(connection, appends)
+        first = last - len(given) + 1
+        return [
+            (future, (first + index, encoded.record.created_at), None)
+            for index, (encoded, (_, _, future)) in enumerate(zip(given, appends, strict=True))
+        ]
+
+
+def append_new(connection: Connection, given: Sequence[Encoded]) -> int | None:
+    """Store them in order, with sequences one after another, and return the last; None: some, not all, were new."""
+    values: list[Any] = []
+    counted: Counter[tuple[str, str]] = Counter()
+    for encoded in given:
+        record = encoded.record
+        values += (record.record_id, record.scenario, encoded.kind, record.created_at, encoded.digest, encoded.payload)
+        counted[record.scenario, encoded.kind] += 1
+        counted[record.scenario, rows.BYTES] += len(encoded.payload)
+    places = ", ".join(["(?, ?, ?, ?, ?, ?)"] * len(given))
+    cursor = connection.execute(
+        "INSERT INTO records (record_id, scenario, kind, created_at, digest, payload) "
+        f"VALUES {places} ON CONFLICT (record_id) DO NOTHING",
+        values,
+    )
+    last: int = cursor.lastrowid
+    if cursor.rowcount != len(given):
+        return None
+    for sequence, encoded in enumerate(given, last - len(given) + 1):
+        if encoded.kind is RecordKind.REPORT:
+            connection.execute("INSERT INTO pending VALUES (?, ?)", (encoded.record.scenario, sequence))
+    chain.add_counts(connection, counted)
+    return last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from reef.errors import StorageError
+from reef.metrics import APPEND_SECONDS, APPENDED_BYTES
 from reef.points import Point
 from reef.records import chain, moving, rows
 from reef.records.codec import Encoded, encode
@@ -29,6 +31,7 @@ from reef.runtime.interfaces import (
     ScenarioState,
     Storage,
 )
+from reef.tracing import span
 
 T = TypeVar("T")
 
@@ -92,8 +95,12 @@ class SqlStorage(Storage):
     # ------------------------------------------------------------------ records
 
     async def append(self, record: Record) -> Record:
+        began = time.perf_counter()
         encoded = await asyncio.to_thread(encode, record) if _size(record) > _LARGE else encode(record)
-        sequence, created_at = await self._write(self._appending(encoded), _APPENDS[encoded.kind])
+        with span("append", kind=encoded.kind, record_id=record.record_id):
+            sequence, created_at = await self._write(self._appending(encoded), _APPENDS[encoded.kind])
+        APPEND_SECONDS.observe(time.perf_counter() - began)
+        APPENDED_BYTES.inc(len(encoded.payload))
         stored = encoded.record
         stored.sequence, stored.created_at = sequence, created_at
         return stored

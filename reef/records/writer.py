@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from reef.errors import StorageError
+from reef.metrics import GROUP_SIZE, WAITING_WRITES
 from reef.points import Point, crossing
 from reef.records.sql import Connection, Database
 
@@ -75,6 +76,7 @@ class GroupWriter:
 
     def _hand_over(self) -> None:
         if self._gathering:
+            WAITING_WRITES.inc(len(self._gathering))
             self._queue.put(self._gathering)
             self._gathering = []
 
@@ -96,6 +98,9 @@ class GroupWriter:
                     break
             with crossing(*{point for _, point, _ in group if point is not None}):
                 outcomes = self._commit(group) if group else []
+            if group:
+                GROUP_SIZE.observe(len(group))
+                WAITING_WRITES.dec(len(group))
             with contextlib.suppress(RuntimeError):  # the loop is gone, and with it everyone who waited
                 loop.call_soon_threadsafe(_settle, outcomes)
         if self._connection is not None:

@@ -301,6 +301,7 @@ class Coordinator:
             memory={} if self._colocation is None else dict(self._colocation.reports),
             step_seconds=None if self._colocation is None else self._colocation.step_seconds,
             residency=self._publication.residency(),
+            restarts=dict(supervisor.replaced),
         )
 
     def reports(self) -> list[EngineReport]:

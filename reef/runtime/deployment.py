@@ -21,6 +21,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from reef.errors import ConfigError, ReefError, Unavailable, WorkerDied
+from reef.metrics import PAUSE_SECONDS, RESTARTS
 from reef.runtime.coordinator import Coordinator
 from reef.runtime.interfaces import (
     Candidate,
@@ -116,10 +117,13 @@ class EngineRuntime(InferenceRuntime):
     async def follow(self) -> CoordinatorStatus:
         """Ask where the engines are, and connect if they are others than before. Raises ReefError."""
         try:
-            self._status = status = await self._channel.refresh()
+            status = await self._channel.refresh()
         except ReefError as error:
             self._trouble = str(error)
             raise
+        before, self._status = self._status, status
+        if before is not None:
+            _count(before, status)
         await self._connect((status.incarnation, status.generation))
         self._trouble = None
         return status
@@ -161,6 +165,17 @@ class EngineRuntime(InferenceRuntime):
 
     async def close(self) -> None:
         await self._handler.close()
+
+
+def _count(before: CoordinatorStatus, now: CoordinatorStatus) -> None:
+    """What happened between two looks at the coordinator."""
+    another = now.incarnation != before.incarnation
+    if another:
+        RESTARTS.labels("coordinator").inc()
+    for component, number in now.restarts.items():
+        RESTARTS.labels(component).inc(max(0, number - (0 if another else before.restarts.get(component, 0))))
+    if now.pause_phases and (another or now.pause_phases != before.pause_phases):
+        PAUSE_SECONDS.observe(sum(now.pause_phases.values()))
 
 
 class CoordinatorRuntime(TrainingRuntime):

@@ -136,8 +136,32 @@ class Generation:
     temperature: float = 1.0
 
 
+@dataclass(slots=True, frozen=True)
+class OutgoingRequest:
+    """One request, complete but for some headers, as it leaves over HTTP for a router, an engine or a provider."""
+
+    request_id: str
+    lane: str
+    path: str
+    body: bytes
+
+
+class HeaderProvider(ABC):
+    """Adds headers to requests that leave over HTTP: for a router, a gateway in front of engines, a provider."""
+
+    @abstractmethod
+    def headers(self, request: OutgoingRequest) -> Mapping[str, str]:
+        """Headers for this request. Must not block. If it raises, nothing is sent and the request fails."""
+
+
 class InferenceHandler(ABC):
     """Service side of one inference integration: requests in, token chunks out. It never touches weights."""
+
+    header_provider: HeaderProvider | None = None  # set before `connect`
+
+    def prepare(self, request: OutgoingRequest) -> Mapping[str, str]:
+        """The configured headers for a request; an integration that speaks HTTP sends them with it."""
+        return {} if self.header_provider is None else self.header_provider.headers(request)
 
     @classmethod
     @abstractmethod
@@ -480,6 +504,7 @@ class TrainSample:
     logprobs: list[float]  # behaviour, temperature 1, [num_output_tokens]
     advantages: list[float]  # [num_output_tokens]
     mask: list[bool] | None = None  # tokens that count; None: all
+    release_id: str | None = None  # the head when the request was admitted
 
 
 @dataclass(slots=True, kw_only=True)
@@ -915,6 +940,7 @@ class CoordinatorStatus:
     memory: dict[str, list[MemoryReport]] = field(default_factory=dict)  # of the newest hand-overs, if colocated
     step_seconds: float | None = None  # for which the newest colocated step kept requests waiting
     residency: dict[str, Any] = field(default_factory=dict)  # what the engines hold besides the base load
+    restarts: dict[str, int] = field(default_factory=dict)  # component -> how often this coordinator replaced it
 
 
 class CandidateBackend(ABC):

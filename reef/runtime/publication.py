@@ -223,6 +223,7 @@ class Publication:
         with crossing(Point.RESTORE):
             self._restore(heads)
         if resume:
+            self.clock.cancel()  # this was no publication
             self._resume()
         self._incomplete = None
 

@@ -111,6 +111,7 @@ class Supervisor:
         self._nudged = Event()
         self._closing = Event()
         self._thread = Thread(target=self._run, name="supervisor", daemon=True)
+        self.replaced: dict[str, int] = {}  # component -> how often
         self.stopped: dict[str, str] = {}  # component -> why it is not replaced any more
         self.repairing: dict[str, str] = {}  # component -> why it is being replaced
 
@@ -150,6 +151,7 @@ class Supervisor:
             if self._closing.wait(delay):
                 return
             if one.repair():
+                self.replaced[one.name] = self.replaced.get(one.name, 0) + 1
                 log.warning("the %s was replaced", one.name)
             else:
                 one.budget.give_back()

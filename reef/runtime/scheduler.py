@@ -25,6 +25,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
+from contextvars import Context
 from pathlib import Path
 
 from reef.errors import (
@@ -383,7 +384,8 @@ class RuntimeScheduler:
         self.error: str | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name=f"scheduler:{self._name}")
+        # Not in the context of the request that made the scenario: its log lines would name that one for ever.
+        self._task = asyncio.create_task(self._run(), name=f"scheduler:{self._name}", context=Context())
 
     def wake(self) -> None:
         """Something was reported."""

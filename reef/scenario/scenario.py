@@ -10,6 +10,7 @@ from typing import Any
 
 from reef.artifact import chain
 from reef.errors import Conflict, NotFound, Unavailable
+from reef.metrics import STEPS, scenario_label
 from reef.runtime.interfaces import (
     Batch,
     Candidate,
@@ -249,6 +250,7 @@ class Scenario:
         )
         self._processor.acknowledge(batch)
         self._steps.outcome = "no signal"
+        STEPS.labels(scenario_label(self.name), "no_signal").inc()
         log.info(
             "scenario %s: no signal in %d reports: every score equals what it is compared with",
             self.name,

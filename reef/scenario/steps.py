@@ -22,6 +22,7 @@ from typing import Any
 
 from reef.artifact import chain
 from reef.errors import Conflict, LeaseLost, ReefError, TrainingError, Unavailable, VerificationError, WorkerDied
+from reef.metrics import PUBLICATIONS, STALENESS, STEPS, TRAINING_SECONDS, count_consumed, scenario_label
 from reef.runtime.interfaces import (
     INCARNATION,
     Batch,
@@ -45,6 +46,7 @@ from reef.runtime.interfaces import (
     TrainJob,
     WeightKind,
 )
+from reef.tracing import span
 
 log = logging.getLogger("reef.scenario")
 
@@ -236,7 +238,12 @@ class Steps:
         if flight.decision is None or flight.decision.selected:
             if flight.candidate is None:
                 assert flight.job is not None
-                flight.candidate = await candidates.train(flight.job, flight.runtime_load_id)
+                began = time.perf_counter()
+                with span(
+                    "training step", scenario=self.name, job_id=flight.job_id, samples=len(flight.job.signal.samples)
+                ):
+                    flight.candidate = await candidates.train(flight.job, flight.runtime_load_id)
+                TRAINING_SECONDS.observe(time.perf_counter() - began)
                 flight.begun = True
             if not flight.adopted:
                 await candidates.adopt(flight.candidate)
@@ -246,8 +253,9 @@ class Steps:
         assert flight.decision is not None
         if flight.decision.selected:
             assert flight.candidate is not None
-            await candidates.publish(flight.candidate)
-            await self._release(flight, flight.candidate)
+            with span("publication", scenario=self.name, job_id=flight.job_id):
+                await candidates.publish(flight.candidate)
+                await self._release(flight, flight.candidate)
         else:
             await self._write_off(flight, flight.decision.reason)
 
@@ -287,11 +295,12 @@ class Steps:
                 metrics={**candidate.metrics, "evaluation": flight.evaluation.scores},
             )
         stored = await self._services.storage.commit(flight.commit)
-        await self._committed(candidate, stored, flight.decision.reason)
+        await self._committed(flight, candidate, stored, flight.decision.reason)
 
-    async def _committed(self, candidate: Candidate, stored: Commit, reason: str) -> None:
+    async def _committed(self, flight: Flight, candidate: Candidate, stored: Commit, reason: str) -> None:
         """The store has moved the head. From here on nothing may fail, only be repeated."""
         assert stored.release is not None and stored.job_id is not None
+        self._count_release(flight, stored.release, stored.consumed)
         self.head, self.step = stored.release, stored.step
         self.numbers[self.head.release_id] = self.head.number
         self.outcome = f"released {self.head.release_id}: {reason}"
@@ -311,6 +320,16 @@ class Steps:
         except (ReefError, OSError):
             log.warning("what no release needs any more could not be removed", exc_info=True)
 
+    def _count_release(self, flight: Flight, release: Release, consumed: list[Consumption]) -> None:
+        label = scenario_label(self.name)
+        PUBLICATIONS.labels(label, release.kind).inc()
+        count_consumed(self.name, [item.disposition for item in consumed])
+        if release.kind is ReleaseKind.TRAINED:
+            STEPS.labels(label, "released").inc()
+        for sample in flight.job.signal.samples if flight.job is not None else ():
+            if (answered := self.numbers.get(sample.release_id or "")) is not None:
+                STALENESS.observe(self.head.number - answered)
+
     async def _write_off(self, flight: Flight, reason: str) -> None:
         """The flight ends without a release: incumbent restored, its records consumed unless it is given back."""
         storage = self._services.storage
@@ -319,9 +338,11 @@ class Steps:
             if stored is not None and stored.release is not None:  # the store had taken it after all
                 flight.decision, flight.give_back = Decision(True, "committed"), False
                 assert flight.candidate is not None
-                await self._committed(flight.candidate, stored, "committed at the last attempt")
+                await self._committed(flight, flight.candidate, stored, "committed at the last attempt")
                 return
         await self._services.candidates.reject(flight.job_id, reason)
+        outcome = "given_back" if flight.give_back else "rejected"
+        STEPS.labels(scenario_label(self.name), outcome).inc()
         if flight.give_back:
             self.outcome = reason
             return
@@ -380,6 +401,7 @@ class Steps:
         if job_id is not None and await self._services.storage.commit_by_job(job_id) is not None:
             return  # written by an attempt whose answer was lost
         self.step = (await self._services.storage.commit(commit)).step
+        count_consumed(self.name, [item.disposition for item in consumed])
 
 
 def _new_job_id() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import sys
@@ -16,30 +17,53 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
+from reef import tracing
 from reef.errors import ConfigError, ReefError
-from reef.service import failures, logs, routes_health, routes_inference, routes_learning, routes_scenarios
+from reef.service import (
+    failures,
+    forwarding,
+    logs,
+    routes_health,
+    routes_inference,
+    routes_learning,
+    routes_scenarios,
+    scrape,
+)
 from reef.service.auth import Authentication
 from reef.service.config import ReefConfig, ServiceConfig
-from reef.service.deployment import Deployment, build
+from reef.service.deployment import Deployment
+from reef.service.direct import DirectRoutes
 from reef.service.gateway import Gateway
+from reef.service.observe import Observer
+from reef.service.upstream import build
 
 ABORT_SECONDS = 5.0
 """Seconds beyond the grace after which connections are dropped whose clients do not read or whose calls still run."""
 CANCEL_SECONDS = 10
 """Seconds beyond the grace after which uvicorn cancels what is still running; by then nothing should be."""
 
+YOUNG_OBJECTS = 50_000
+"""New objects between two garbage collections. With Python's 700, requests in flight are looked through several times
+while they wait, which takes a third of a request's processor time."""
+
 
 def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
-    """Return the application. Starting and closing the deployment is up to the caller."""
+    """Return the application; `state.observer` is the layer around it.
+
+    Starting and closing the deployment is up to the caller.
+    """
+    routes = [
+        *(routes_inference.ROUTES if deployment.provider is None else forwarding.ROUTES),
+        *routes_learning.ROUTES,
+        *routes_health.ROUTES,
+        *routes_scenarios.ROUTES,
+        *scrape.ROUTES,
+    ]
     app = Starlette(
-        routes=[
-            *routes_inference.ROUTES,
-            *routes_learning.ROUTES,
-            *routes_health.ROUTES,
-            *routes_scenarios.ROUTES,
-        ],
-        middleware=[Middleware(Authentication, tokens=config.tokens)],
+        routes=routes,
+        middleware=[Middleware(Authentication, tokens=config.tokens), Middleware(DirectRoutes, routes=routes)],
         exception_handlers={
             ReefError: failures.on_reef_error,
             HTTPException: failures.on_http_exception,
@@ -48,6 +72,8 @@ def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
         },
     )
     app.state.gateway = Gateway(deployment, config)
+    paths = [route.path for route in app.routes if isinstance(route, Route) and not route.param_convertors]
+    app.state.observer = Observer(app, paths)
     return app
 
 
@@ -64,7 +90,7 @@ class GatewayServer(uvicorn.Server):
         app = create_app(deployment, config)
         super().__init__(
             uvicorn.Config(
-                app,
+                app.state.observer,
                 http="httptools",
                 ws="none",
                 lifespan="off",
@@ -136,9 +162,14 @@ def serve(config: ReefConfig) -> None:
     A second SIGINT cuts what still runs. Raises ConfigError, and whatever keeps the deployment from starting.
     """
     logs.configure(config.observability)
+    if config.observability.trace_endpoint is not None:
+        tracing.send_to(config.observability.trace_endpoint)
     server = GatewayServer(build(config), config.reef, _announce)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run_in_main_thread(server))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run_in_main_thread(server))
+    finally:
+        tracing.close()
 
 
 async def _run_in_main_thread(server: GatewayServer) -> None:
@@ -151,6 +182,9 @@ async def _run_in_main_thread(server: GatewayServer) -> None:
 
 
 def _announce(server: GatewayServer) -> None:
+    gc.collect()
+    gc.freeze()  # what was made until now stays, and is not looked through again and again
+    gc.set_threshold(YOUNG_OBJECTS)
     print(ready_line(server.gateway, server.url), file=sys.stderr, flush=True)
 
 

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from reef.inference.local.config import LocalConfig
+from reef.inference.provider.config import ProviderConfig
 from reef.inference.sglang.config import SGLangConfig
 from reef.recipe.config import EvaluationConfig, RecipeConfig
 from reef.records.config import PostgresConfig, SqliteConfig
@@ -56,6 +57,17 @@ class ObservabilityConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unkn
     log_format: Annotated[Literal["text", "json"], Meta(description="lines for people, or one JSON object a line")] = (
         "text"
     )
+    access_log: Annotated[bool, Meta(description="log a line for each request that was answered")] = False
+    trace_endpoint: Annotated[
+        str | None,
+        Meta(description="URL that takes OpenTelemetry traces by OTLP over HTTP, such as http://HOST:4318/v1/traces"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.trace_endpoint is not None and not self.trace_endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"observability.trace-endpoint must begin with http:// or https://, got {self.trace_endpoint!r}"
+            )
 
 
 class NoTraining(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, rename="kebab"):
@@ -66,7 +78,7 @@ class ReefConfig(msgspec.Struct, kw_only=True, frozen=True):
     """One deployment, validated. `training` is NoTraining when nothing trains."""
 
     reef: ServiceConfig
-    inference: LocalConfig | SGLangConfig
+    inference: LocalConfig | SGLangConfig | ProviderConfig
     training: NoTraining | TorchConfig
     recipe: RecipeConfig
     storage: SqliteConfig | PostgresConfig

@@ -17,6 +17,7 @@ from reef.artifact import chain
 from reef.artifact.base import Serving, write_serving
 from reef.errors import ConfigError, NotFound, StorageError
 from reef.inference.chat.service import ChatService
+from reef.inference.provider.client import ProviderHandler
 from reef.recipe.lookup import build_evaluator, build_recipe
 from reef.records.lock import DirectoryLock
 from reef.records.opening import artifacts_directory, location, open_storage
@@ -31,12 +32,12 @@ from reef.runtime.interfaces import (
 )
 from reef.runtime.publication import weight_kind
 from reef.runtime.recovery import MarkerFile
-from reef.scenario.candidates import RuntimeCandidateBackend
+from reef.scenario.candidates import Complete, RuntimeCandidateBackend
 from reef.scenario.scenario import Scenario
 from reef.scenario.steps import Services
 from reef.service.config import NoTraining, ReefConfig
 from reef.service.membership import FOLLOWING, Membership, serve_release
-from reef.service.plan import lay_foundation, pause_mode
+from reef.service.plan import lay_foundation, managed, pause_mode
 from reef.service.runtime import build_runtimes
 
 log = logging.getLogger("reef.service")
@@ -49,6 +50,8 @@ HEALTH_SECONDS = 1.0  # a durable write proves the store at most this often
 
 class Deployment:
     """What the HTTP layer serves. Built stopped; `start` brings it to the last committed releases."""
+
+    provider: ProviderHandler | None = None  # requests go there, and there is no chat path
 
     def __init__(self, config: ReefConfig) -> None:
         self.config = config
@@ -84,47 +87,52 @@ class Deployment:
                 keep_purging(self.storage, self.config.storage, time.time, lambda: self._membership.trains)
             )
             opened.callback(purging.cancel)
-            dtype = next((report.dtype for report in await self._inference.reports()), "")
-            self._write_serving(dtype)
+            await self._note_serving()
             self._opened = opened.pop_all()
-
-    def _write_serving(self, dtype: str) -> None:
-        storage = self.config.storage
-        artifacts = str(Path(storage.artifacts).resolve()) if storage.artifacts else ""
-        model = str(Path(self.config.inference.model_path).resolve())
-        write_serving(self.data, Serving(model, dtype, location(storage), artifacts))
 
     async def _build(self) -> None:
         config, data = self.config, self.data
-        foundation = await asyncio.to_thread(lay_foundation, config)
-        self._base, self._contents = foundation.base_content_id, foundation.contents
         self.storage: Storage = open_storage(config.storage, data)
         self._membership = Membership(
             self.storage, data, config.storage.lease_seconds, follow=self._follow, take_over=self._take_over
         )
-        self._training, self._inference = build_runtimes(config, foundation)
-        self.handler: InferenceHandler = self._inference.handler
-        self.chat = ChatService(foundation.tokenizer, self.handler)
+        complete, probe_ids = await self._assemble()
         self._services = Services(
             storage=self.storage,
             contents=self._contents,
-            candidates=RuntimeCandidateBackend(self._training, self.chat.complete),
+            candidates=RuntimeCandidateBackend(self._training, complete),
             recipe=build_recipe(config.recipe),
             evaluator=build_evaluator(config.evaluation, self._training),
             turn=asyncio.Lock(),
             scratch=data / "candidates",
             base_content_id=self._base,
-            probe_ids=foundation.probe_ids,
+            probe_ids=probe_ids,
             released=self._collect_garbage,
             elsewhere=self._membership.elsewhere,
             pause_mode=pause_mode(config),
         )
 
+    async def _assemble(self) -> tuple[Complete, list[int]]:
+        """Make both runtimes and what is asked through them; return how a candidate is asked, and what probes it."""
+        foundation = await asyncio.to_thread(lay_foundation, self.config)
+        self._base, self._contents = foundation.base_content_id, foundation.contents
+        self._training, self._inference = build_runtimes(self.config, foundation)
+        self.handler: InferenceHandler = self._inference.handler
+        self.chat = ChatService(foundation.tokenizer, self.handler)
+        return self.chat.complete, foundation.probe_ids
+
+    async def _note_serving(self) -> None:
+        """Leave in the data directory what whoever reads it alone needs."""
+        dtype = next((report.dtype for report in await self._inference.reports()), "")
+        model, storage = str(Path(managed(self.config).model_path).resolve()), self.config.storage
+        artifacts = str(Path(storage.artifacts).resolve()) if storage.artifacts else ""
+        write_serving(self.data, Serving(model, dtype, location(storage), artifacts))
+
     async def _check_chain(self) -> None:
         """Adapters fit one base model, one kind of trainer and so many slots. Raises ConfigError before any start."""
         states = await self.storage.scenarios()
         heads = {state.head.content_id for state in states} - {self._base}
-        if len(heads) > (slots := self.config.inference.max_loads):
+        if len(heads) > (slots := managed(self.config).max_loads):
             raise ConfigError(
                 f"inference.max-loads is {slots}, but {len(heads)} scenarios in {self.data} have weights of their own: "
                 f"set it to {len(heads) + 1} or more (one slot is for the next candidate)"
@@ -206,8 +214,17 @@ class Deployment:
     # ------------------------------------------------------------------ what routes use
 
     def models(self) -> list[str]:
-        config = self.config.inference
+        config = managed(self.config)
         return [config.served_model_name or Path(config.model_path).name]
+
+    async def engines(self) -> list[EngineReport]:
+        """What the engines say of themselves; empty while they cannot answer."""
+        return await self._inference.reports()
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is this process that trains, of those on one database."""
+        return self._membership.trains
 
     def scenarios(self) -> list[Scenario]:
         return list(self._scenarios.values())
@@ -270,7 +287,7 @@ class Deployment:
 
     async def status(self) -> dict[str, Any]:
         marker = await self._training.marker()
-        engines = await self._inference.reports()
+        engines = await self.engines()
         phases = self._inference.pause_phases
         return {
             "version": __version__,
@@ -307,8 +324,3 @@ def _prefix_use(engines: Sequence[EngineReport], lane: str) -> dict[str, int]:
     """What prefix sharing did for the lane, over all engines."""
     uses = [asdict(engine.prefixes.get(lane, PrefixUse())) for engine in engines]
     return {name: sum(use[name] for use in uses) for name in asdict(PrefixUse())}
-
-
-def build(config: ReefConfig) -> Deployment:
-    """Return the deployment that `config` describes, not started."""
-    return Deployment(config)

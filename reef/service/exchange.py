@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from contextlib import suppress
 from typing import TypeVar
@@ -27,9 +28,11 @@ from starlette.types import Receive, Scope, Send
 from reef.errors import Conflict, EngineError, InvalidRequest, ReefError, Unavailable
 from reef.inference.chat.choice import Delta
 from reef.inference.chat.service import ChatStream
-from reef.runtime.interfaces import Ending, InferenceRecord
+from reef.metrics import answers, count_tokens, first_token
+from reef.runtime.interfaces import Ending, Generation, InferenceRecord
 from reef.service.failures import failure_response
 from reef.service.gateway import Gateway
+from reef.service.observe import working_for
 from reef.service.request import RECEIPT_HEADER, RequestHead, new_record_id
 from reef.service.wire.base import Api, ChatCall
 
@@ -40,23 +43,21 @@ JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
-class Exchange:
-    """An ASGI response that generates, records and sends the answer to one call."""
+class RecordedExchange(ABC):
+    """An ASGI response that is recorded. A request that is repeated with its id gets the stored bytes."""
 
-    def __init__(self, gateway: Gateway, head: RequestHead, call: ChatCall, api: Api, body: bytes) -> None:
+    def __init__(self, gateway: Gateway, head: RequestHead, route: str, body: bytes) -> None:
         self._gateway = gateway
         self._head = head
-        self._call = call
-        self._route = api.route
+        self._route = route
         self._body = body
         self._record_id = head.record_id or new_record_id()
         self._created_at = time.time()
-        model = gateway.deployment.models()[0]
-        self._writer = api.writer(call, self._record_id, int(self._created_at), model)
         self._release_id: str | None = None
         self._sent: list[bytes] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._observed = working_for(self._head.scenario, self._record_id)
         if self._head.record_id is None:
             await self._generate(scope, receive, send)
             return
@@ -66,8 +67,6 @@ class Exchange:
                 await stored(scope, receive, send)
             else:
                 await self._generate(scope, receive, send)
-
-    # ------------------------------------------------------------------ repeated requests
 
     async def _stored(self) -> Response | None:
         """The answer to the same request with the same id, if there is one. Raises Conflict for another request."""
@@ -81,10 +80,49 @@ class Exchange:
             raise Conflict(f"record id {self._record_id!r} is taken by another request")
         if not all(generation.ending.complete for generation in record.generations):
             raise Conflict(f"the answer with record id {self._record_id!r} was cut short; ask again with a new id")
-        media_type = EVENT_STREAM if self._call.stream else JSON
+        media_type = JSON if record.response.lstrip()[:1] in (b"{", b"[") else EVENT_STREAM
         return Response(record.response, record.status, {RECEIPT_HEADER: self._record_id}, media_type)
 
-    # ------------------------------------------------------------------ a new answer
+    @abstractmethod
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer anew."""
+
+    async def _append(
+        self,
+        response: bytes,
+        status: int,
+        generations: list[Generation],
+        parent_id: str | None = None,
+        fork_of: str | None = None,
+    ) -> None:
+        """Return when the record is durable. Raises StorageError, Conflict."""
+        await self._gateway.deployment.storage.append(
+            InferenceRecord(
+                record_id=self._record_id,
+                scenario=self._head.scenario,
+                created_at=self._created_at,
+                route=self._route,
+                request=self._body,
+                response=response,
+                status=status,
+                release_id=self._release_id,
+                generations=generations,
+                tags=self._head.tags,
+                parent_id=parent_id,
+                fork_of=fork_of,
+            )
+        )
+        self._gateway.remember(self._head.scenario, self._record_id)
+
+
+class Exchange(RecordedExchange):
+    """Generates, records and sends the answer to one call."""
+
+    def __init__(self, gateway: Gateway, head: RequestHead, call: ChatCall, api: Api, body: bytes) -> None:
+        super().__init__(gateway, head, api.route, body)
+        self._call = call
+        model = gateway.deployment.models()[0]
+        self._writer = api.writer(call, self._record_id, int(self._created_at), model)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._gateway.admit()
@@ -95,6 +133,7 @@ class Exchange:
             watcher = asyncio.create_task(_abort_when_client_leaves(receive, stream))
             try:
                 first = await self._in_terms_of_this_api(anext(stream, None))
+                first_token(self._route).observe(time.perf_counter() - self._observed.began)
                 if first is not None and first.ending is Ending.ENGINE_CUT and not stream.began:
                     raise Unavailable(first.error or "the engine failed")
                 if head is None:  # created only now: a request that is refused creates nothing
@@ -132,7 +171,7 @@ class Exchange:
             response = Response(self._writer.whole(stream.choices, deltas), 200, media_type=JSON)
         else:
             # The client saw nothing of this answer, so its own id stays free for another try.
-            self._record_id = new_record_id()
+            self._record_id = self._observed.receipt = new_record_id()
             response = _cut_response(stream.ending, error, self._route)
         stream.abort(Ending.ENGINE_CUT)
         response.headers[RECEIPT_HEADER] = self._record_id
@@ -187,22 +226,9 @@ class Exchange:
 
     async def _record(self, stream: ChatStream, response: bytes, status: int) -> None:
         """Return when the record is durable. Raises StorageError, Conflict."""
-        await self._gateway.deployment.storage.append(
-            InferenceRecord(
-                record_id=self._record_id,
-                scenario=self._head.scenario,
-                created_at=self._created_at,
-                route=self._route,
-                request=self._body,
-                response=response,
-                status=status,
-                release_id=self._release_id,
-                generations=stream.generations,
-                tags=self._head.tags,
-                parent_id=stream.prompt.parent_id,
-                fork_of=stream.prompt.fork_of,
-            )
-        )
+        prompt = stream.prompt
+        await self._append(response, status, stream.generations, prompt.parent_id, prompt.fork_of)
+        _count(self._head.scenario, stream)
         self._gateway.deployment.chat.remember(stream, self._record_id)
 
     def _stream_headers(self) -> list[tuple[bytes, bytes]]:
@@ -212,6 +238,16 @@ class Exchange:
             (b"x-accel-buffering", b"no"),
             (RECEIPT_HEADER.encode(), self._record_id.encode()),
         ]
+
+
+def _count(scenario: str, stream: ChatStream) -> None:
+    prompt = completion = cached = 0
+    for generation in stream.generations:
+        answers(generation.ending).inc()
+        prompt += len(generation.prompt_ids)
+        completion += len(generation.output_ids)
+        cached += generation.cached_tokens
+    count_tokens(scenario, prompt, completion, cached)
 
 
 async def _abort_when_client_leaves(receive: Receive, stream: ChatStream) -> None:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from reef.errors import NotFound, ReefError, RequestTooLarge, Unauthorized, Unavailable, http_status
+from reef.metrics import ERRORS
 from reef.service.wire import messages, openai
 
 log = logging.getLogger("reef.service")
@@ -19,6 +20,7 @@ def failure_response(
     error: ReefError, path: str, status: int | None = None, headers: dict[str, str] | None = None
 ) -> Response:
     """Return the response for `error` on a route; 503 carries Retry-After."""
+    ERRORS.labels(type(error).__name__).inc()
     status = status or http_status(error)
     sent = dict(headers or {})
     if status == 503:
@@ -30,6 +32,17 @@ def failure_response(
         sent["connection"] = "close"  # the rest of the body is not read
     written = messages if path.startswith("/v1/messages") else openai
     return Response(written.error_body(error, status), status, sent, "application/json")
+
+
+def stream_failure(error: ReefError, path: str) -> bytes:
+    """The event that ends a stream in an error, in the shape of the API of `path`."""
+    if path.startswith("/v1/messages"):
+        return b"event: error\ndata: " + messages.error_body(error) + b"\n\n"
+    if path.startswith("/v1/responses"):
+        detail = openai.error_detail(error)
+        event = {"type": "error", "sequence_number": 0, **detail, "error": detail}
+        return b"event: error\ndata: " + openai.ENCODER.encode(event) + b"\n\n"
+    return b"data: " + openai.error_body(error) + b"\n\n"
 
 
 async def on_reef_error(request: Request, error: Exception) -> Response:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from reef.errors import NotFound, Unavailable
 from reef.inference.chat.service import ChatStream
+from reef.inference.provider.reply import Reply
 from reef.runtime.interfaces import Ending
 from reef.scenario.scenario import Scenario
 from reef.service.config import ServiceConfig
@@ -22,6 +23,9 @@ from reef.service.recall import Recall
 CUT_SECONDS = 2.0
 """How long a cut exchange may take to be recorded; one that waits for a client that does not read is cancelled then."""
 
+RECENT_RECEIPTS = 16_384
+"""Answers that are known to be stored without asking the store, some 4 MB of them."""
+
 
 class Gateway:
     """The deployment as its HTTP side sees it, and the exchanges in flight."""
@@ -30,8 +34,9 @@ class Gateway:
         self.deployment = deployment
         self.config = config
         self.started_at = time.time()
-        self._streams: dict[ChatStream, asyncio.Task[Any]] = {}
+        self._streams: dict[ChatStream | Reply, asyncio.Task[Any]] = {}
         self._claims: dict[tuple[str, str], asyncio.Event] = {}
+        self._receipts: dict[tuple[str, str], None] = {}  # the newest, the oldest of these first
         self._closing = False
 
     @staticmethod
@@ -43,6 +48,15 @@ class Gateway:
     def recall(self) -> Recall:
         """What the store knows of earlier answers."""
         return Recall(self.deployment.storage, self.deployment.chat, self.started_at)
+
+    def remember(self, scenario: str, receipt: str) -> None:
+        """An answer was stored: a report on it soon need not look for it."""
+        if len(self._receipts) >= RECENT_RECEIPTS:
+            del self._receipts[next(iter(self._receipts))]
+        self._receipts[scenario, receipt] = None
+
+    def remembers(self, scenario: str, receipt: str) -> bool:
+        return (scenario, receipt) in self._receipts
 
     @property
     def in_flight(self) -> int:
@@ -78,17 +92,9 @@ class Gateway:
             del self._claims[key]
             done.set()
 
-    @asynccontextmanager
-    async def generating(self, stream: ChatStream) -> AsyncIterator[None]:
+    def generating(self, stream: ChatStream | Reply) -> _Generating:
         """Register a stream, so that shutdown can cut it; always closes it."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._streams[stream] = task
-        try:
-            yield
-        finally:
-            del self._streams[stream]
-            await stream.close()
+        return _Generating(self._streams, stream)
 
     async def drain(self, grace: float) -> None:
         """Close the door, give what runs `grace` seconds to finish, then cut it; return when it is recorded as cut."""
@@ -105,3 +111,20 @@ class Gateway:
         deadline = time.monotonic() + seconds
         while self._streams and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+
+
+class _Generating:
+    """What `generating` gives. A context manager made of a generator costs several times as much."""
+
+    def __init__(self, streams: dict[ChatStream | Reply, asyncio.Task[Any]], stream: ChatStream | Reply) -> None:
+        self._streams = streams
+        self._stream = stream
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams[self._stream] = task
+
+    async def __aexit__(self, *error: object) -> None:
+        del self._streams[self._stream]
+        await self._stream.close()

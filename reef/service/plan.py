@@ -9,8 +9,11 @@ from typing import Any
 
 from reef.artifact.base import base_content_id
 from reef.artifact.content import DirectoryContentStore
+from reef.errors import ConfigError
 from reef.inference.chat.tokenizer import ChatTokenizer
 from reef.inference.local.backend import LocalBackend
+from reef.inference.local.config import LocalConfig
+from reef.inference.provider.config import ProviderConfig
 from reef.inference.sglang.backend import SGLangBackend
 from reef.inference.sglang.config import SGLangConfig
 from reef.records.opening import artifacts_directory
@@ -35,10 +38,17 @@ class Foundation:
     probe_ids: list[int]
 
 
+def managed(config: ReefConfig) -> LocalConfig | SGLangConfig:
+    """The engines' section. Raises ConfigError where there are none."""
+    if isinstance(config.inference, ProviderConfig):
+        raise ConfigError("inference.backend is provider: it has no engines for a coordinator to run")
+    return config.inference
+
+
 def lay_foundation(config: ReefConfig) -> Foundation:
     """Read the model's tokenizer and hash its weights, once per model. Blocks. Raises ConfigError."""
-    data, model = Path(config.reef.data_dir), Path(config.inference.model_path)
-    inference = config.inference
+    inference = managed(config)
+    data, model = Path(config.reef.data_dir), Path(inference.model_path)
     tokenizer = ChatTokenizer.load(model, inference.tool_format, inference.reasoning_format)
     return Foundation(
         data=data,
@@ -51,7 +61,7 @@ def lay_foundation(config: ReefConfig) -> Foundation:
 
 def build_plan(config: ReefConfig, foundation: Foundation) -> DeploymentPlan:
     """What a coordinator of this deployment would start; allocates nothing."""
-    workplace = Workplace(config.execution, config.inference, config.training, foundation.data)
+    workplace = Workplace(config.execution, managed(config), config.training, foundation.data)
     return DeploymentPlan(
         resources=workplace,
         inference=_engines(config, foundation, workplace),
@@ -68,6 +78,8 @@ def build_plan(config: ReefConfig, foundation: Foundation) -> DeploymentPlan:
 def pause_mode(config: ReefConfig) -> PauseMode:
     """How this deployment's publications pause. Raises ConfigError where what was set contradicts the rest."""
     inference, training = config.inference, config.training
+    if isinstance(inference, ProviderConfig):
+        return PauseMode.IN_PLACE  # nothing is ever published
     if not isinstance(inference, SGLangConfig):
         return PauseMode(inference.pause_mode)
     if isinstance(training, NoTraining):
@@ -78,7 +90,7 @@ def pause_mode(config: ReefConfig) -> PauseMode:
 
 
 def _engines(config: ReefConfig, foundation: Foundation, workplace: Workplace) -> InferenceBackend:
-    inference, training, base = config.inference, config.training, foundation.base_content_id
+    inference, training, base = managed(config), config.training, foundation.base_content_id
     if isinstance(inference, SGLangConfig):
         return SGLangBackend(
             inference,
@@ -104,5 +116,5 @@ def _sharing(config: ReefConfig) -> dict[str, Any]:
 def _trainer(config: ReefConfig, workplace: Workplace) -> TrainingBackend | None:
     if isinstance(config.training, NoTraining):
         return None
-    arguments = {"model_path": config.inference.model_path, "config": config.training}
+    arguments = {"model_path": managed(config).model_path, "config": config.training}
     return TorchBackend(config.training, partial(workplace.executor, TRAINER, TORCH_WORKER, [arguments]))

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from reef.errors import InvalidRequest, UnknownReceipt
 from reef.runtime.interfaces import InferenceRecord, InstructionRecord, ReportRecord
 from reef.service.gateway import Gateway
+from reef.service.observe import working_for
 from reef.service.request import RECORD_HEADER, checked_name, new_record_id, read_body, read_head
 from reef.service.wire.base import decode_body
 
@@ -51,6 +52,7 @@ async def report(request: Request) -> Response:
         error=body.error,
         metadata=body.metadata or {},
     )
+    working_for(head.scenario, record.record_id)
     if body.score is not None and body.error is not None:
         raise InvalidRequest("score and error exclude each other: a grader that failed has no score", "error")
     scenario = await gateway.existing(head.scenario)
@@ -72,6 +74,7 @@ async def train(request: Request) -> Response:
     if own_id is not None and not isinstance(own_id, str):
         raise InvalidRequest(f"agent_record_id must be a string, got {own_id!r}", "agent_record_id")
     record_id = _record_id(own_id, head.record_id)
+    working_for(head.scenario, record_id)
     scenario = await gateway.deployment.scenario(head.scenario, create=True)
     record = InstructionRecord(record_id=record_id, scenario=head.scenario, created_at=time.time(), body=body)
     stored = await scenario.instruct(record)
@@ -89,8 +92,15 @@ def _record_id(in_body: str | None, in_header: str | None) -> str:
 async def _check_references(gateway: Gateway, record: ReportRecord) -> None:
     if len(set(record.references)) != len(record.references):
         raise InvalidRequest("references must not name a receipt twice", "references")
-    found = await gateway.deployment.storage.get(record.scenario, record.references)
-    for index, receipt in enumerate(record.references):
+    places = {
+        receipt: index
+        for index, receipt in enumerate(record.references)
+        if not gateway.remembers(record.scenario, receipt)
+    }
+    if not places:
+        return
+    found = await gateway.deployment.storage.get(record.scenario, list(places))
+    for receipt, index in places.items():
         if not isinstance(found.get(receipt), InferenceRecord):
             raise UnknownReceipt(f"scenario {record.scenario!r} holds no answer {receipt!r}", f"references[{index}]")
 

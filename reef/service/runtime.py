@@ -20,6 +20,8 @@ from typing import Any
 import msgspec
 
 from reef.errors import ConfigError
+from reef.inference.headers import load_header_provider
+from reef.inference.sglang.config import SGLangConfig
 from reef.runtime.coordinator import Coordinator
 from reef.runtime.deployment import Channel, CoordinatorRuntime, EngineRuntime, LocalChannel, find_factory
 from reef.runtime.executor import make_executor
@@ -29,7 +31,7 @@ from reef.runtime.interfaces import Executor, InferenceHandler, InferenceRuntime
 from reef.runtime.remote import Discovery, RemoteChannel, read_discovery
 from reef.service.config import ReefConfig
 from reef.service.coordinator import COORDINATOR, HOST, HostedChannel, discovery_path
-from reef.service.plan import Foundation, build_plan
+from reef.service.plan import Foundation, build_plan, managed
 from reef.service.workplace import cpus_needed, ray_address
 
 HANDLERS = {
@@ -53,14 +55,18 @@ def pair(channel: Channel, config: ReefConfig) -> Pair:
 
 def make_handler(config: ReefConfig, endpoints: Callable[[], Sequence[str]]) -> InferenceHandler:
     """Raises ConfigError for a handler-factory that leads to no handler, or a handler-config that it refuses."""
-    path = config.inference.handler_factory or HANDLERS[config.inference.backend]
+    inference = managed(config)
+    path = inference.handler_factory or HANDLERS[inference.backend]
     try:
         found: Any = load_class(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"inference.handler-factory: cannot load {path}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, InferenceHandler)):
         raise ConfigError(f"inference.handler-factory must be a subclass of InferenceHandler, got {path}")
-    return found.from_config(config.inference.handler_config, endpoints)
+    handler = found.from_config(inference.handler_config, endpoints)
+    if isinstance(inference, SGLangConfig):
+        handler.header_provider = load_header_provider(inference.header_providers)
+    return handler
 
 
 # ---------------------------------------------------------------------------------------------- kinds
@@ -104,7 +110,7 @@ def connect_ray_runtime(config: ReefConfig, foundation: Foundation) -> Pair:
         from reef.runtime.executor.ray_cluster import RayCluster, RayReservation
 
         own = Component(name=COORDINATOR, workers=1, cpus=execution.cpus_per_worker)
-        cluster = RayCluster(address, num_cpus=cpus_needed(inner.execution, inner.inference, inner.training, own))
+        cluster = RayCluster(address, num_cpus=cpus_needed(inner.execution, managed(inner), inner.training, own))
         cluster.open()
         opened.callback(cluster.close)
         reservation = RayReservation(cluster, plan([own]), timeout=min(120.0, execution.start_timeout))

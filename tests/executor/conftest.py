@@ -23,7 +23,7 @@ def ray_cluster():
 
     cluster = RayCluster(num_cpus=2, num_gpus=2, object_store_bytes=STORE_BYTES)
     cluster.open()
-    family = process.family(str(cluster._session.directory))
+    family = process.marked(f"REEF_LOCAL_RAY={cluster._session.directory}")
     yield cluster
     assert cluster.lost() is None
     cluster.close()

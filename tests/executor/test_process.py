@@ -5,6 +5,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from reef.runtime.executor import process
 from reef.runtime.executor.process import Process
 
@@ -33,16 +35,50 @@ def test_end_lets_a_process_that_goes_by_itself_go():
         assert child.wait(5) == 0
 
 
-def test_a_family_is_found_by_a_word_and_includes_descendants():
-    word = f"word-{os.getpid()}-{time.monotonic_ns()}"
-    with subprocess.Popen([sys.executable, "-c", CHILD, word]) as parent:
-        deadline = time.monotonic() + 10
-        while len(family := process.family(word)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert parent.pid in [one.pid for one in family] and len(family) == 2
+def test_marked_processes_are_found_with_their_descendants_and_by_program():
+    mark = f"REEF_TEST_MARK={os.getpid()}-{time.monotonic_ns()}"
+    environment = {**os.environ, **dict([mark.split("=")])}
+    with subprocess.Popen([sys.executable, "-c", CHILD], env=environment):
+        found = until_found(mark, 2)
         program = os.path.basename(sys.executable)
-        assert process.named(word, [program]) == {program: process.identify(parent.pid)}
-        assert process.named(word, ["another"]) == {}
-        for one in family:
+        assert process.named(mark, [program])[program] in found and process.named(mark, ["another"]) == {}
+        for one in found:
             assert process.end(one, 5)
-    assert process.family(word) == []
+    assert process.marked(mark) == process.marked(mark[:-1]) == []
+
+
+OWNER = """
+import os, subprocess, sys, time
+from reef.runtime.executor.lease import Lease
+lease = Lease(sys.argv[1])
+os.environ.update([sys.argv[1].split("=")])
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"], start_new_session=True)
+print("held", flush=True)
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["time.sleep(30)", "sys.exit(not lease.end())"], ids=["killed", "in good order"])
+def test_what_a_lease_is_for_ends_with_its_owner(end):
+    mark = f"REEF_TEST_MARK={os.getpid()}-{time.monotonic_ns()}"
+    owner = subprocess.Popen([sys.executable, "-c", OWNER.format(end=end), mark], stdout=subprocess.PIPE)
+    try:
+        assert owner.stdout.readline() == b"held\n"
+        if "sleep" in end:
+            found = until_found(mark, 1)
+            owner.kill()
+            assert process.gone(found, 10)
+        else:
+            assert owner.wait(20) == 0
+        assert process.marked(mark) == []
+    finally:
+        owner.kill()
+        owner.communicate()
+
+
+def until_found(mark: str, count: int) -> list[Process]:
+    deadline = time.monotonic() + 10
+    while len(found := process.marked(mark)) < count and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(found) == count
+    return found

@@ -85,6 +85,20 @@ def test_concurrent_appends_of_one_id_agree(storage, run):
     assert len({record.sequence for record in run(race())}) == 1
 
 
+def test_what_is_new_in_a_group_with_something_stored_is_counted_once(storage, run):
+    async def at_once(*records):
+        return await asyncio.gather(*map(storage.append, records))
+
+    [first] = run(at_once(exchange("b")))
+    said = [report(f"r{number}", "b") for number in range(150)]
+    a, again, c, *reports = run(at_once(exchange("a"), exchange("b"), exchange("c"), *said))
+    assert again == first and len({a.sequence, c.sequence, *(one.sequence for one in reports)}) == 152
+    counts = run(storage.counts("s"))
+    assert (counts["inference"], counts["report"]) == (3, 150)
+    assert [one.record_id for one in run(storage.pending_reports("s", 0, 500))] == [one.record_id for one in said]
+    assert [one.sequence for one in run(storage.pending_reports("s", 0, 500))] == [one.sequence for one in reports]
+
+
 def test_a_conflict_does_not_touch_its_neighbours(storage, run):
     run(storage.append(exchange("taken")))
 

@@ -13,7 +13,7 @@ from reef.inference.chat.tokenizer import ChatTokenizer
 from reef.recipe.config import RecipeConfig
 from reef.recipe.scored import ScoredRecipe
 from reef.records.sqlite import SqliteStorage
-from reef.runtime.interfaces import Recipe, Record, Release, ReleaseKind, ScenarioState
+from reef.runtime.interfaces import EngineReport, Recipe, Record, Release, ReleaseKind, ScenarioState
 from tests.inference.chat.engines import FakeEngine
 
 
@@ -55,11 +55,15 @@ class FakeScenario:
 
 
 class FakeDeployment:
+    provider = None
+
     def __init__(self, tokenizer: ChatTokenizer, directory: Path) -> None:
         self.engine = self.handler = FakeEngine(tokenizer)
         self.chat = ChatService(tokenizer, self.engine)
         self.storage = FaultyStorage(directory / "reef.db")
         self.reasons: list[str] = []
+        self.data = directory
+        self.trains = True
         self._recipe = ScoredRecipe(RecipeConfig())
         self._scenarios: dict[str, FakeScenario] = {}
 
@@ -72,6 +76,9 @@ class FakeDeployment:
     def admit(self) -> None:
         if self.reasons:
             raise Unavailable(self.reasons[0])
+
+    async def engines(self) -> list[EngineReport]:
+        return []
 
     def models(self) -> list[str]:
         return ["smollm2"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import signal
 import socket
 import subprocess
@@ -16,9 +14,8 @@ import pytest
 
 from reef.errors import ConfigError
 from reef.records.sqlite import SqliteStorage
-from reef.service import logs
 from reef.service.app import GatewayServer
-from reef.service.config import ObservabilityConfig, ServiceConfig
+from reef.service.config import ServiceConfig
 from tests.service.conftest import body
 from tests.service.fakes import FakeDeployment
 
@@ -87,29 +84,3 @@ def test_a_signal_in_mid_generation_ends_it_recorded_and_clean(tiny_model, tmp_p
     assert record.generations[0].ending == "engine_cut" and record.generations[0].output_ids
     assert record.response == seen and b"shutting down" in seen
     assert "Traceback" not in "".join(reef.lines)
-
-
-@pytest.fixture
-def quiet() -> object:
-    """Logging as it was before the test."""
-    root = logging.getLogger()
-    before = root.handlers[:], root.level, logging.getLogger("reef").level
-    yield
-    root.handlers[:], root.level = before[0], before[1]
-    logging.getLogger("reef").setLevel(before[2])
-
-
-def test_log_lines_as_json(quiet, capsys):
-    logs.configure(ObservabilityConfig(log_level="info", log_format="json"))
-    logging.getLogger("reef.test").info("hello %s", "there")
-    logging.getLogger("reef.test").debug("unheard")
-    try:
-        raise ValueError("é\n")
-    except ValueError:
-        logging.getLogger("other").exception("broken")
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert [(line["level"], line["logger"], line["message"]) for line in lines] == [
-        ("info", "reef.test", "hello there"),
-        ("error", "other", "broken"),
-    ]
-    assert "ValueError" in lines[1]["error"]

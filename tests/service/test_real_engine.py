@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from reef.config import resolve
-from reef.service.deployment import build
+from reef.service.app import build
 from tests.service.conftest import Running, running
 from tests.service.test_endings import leave_after
 

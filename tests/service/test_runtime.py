@@ -9,6 +9,7 @@ import pytest
 
 from reef.config import resolve
 from reef.errors import ConfigError
+from reef.runtime.interfaces import OutgoingRequest
 from tests.conftest import needs
 
 needs("torch", "transformers")
@@ -47,3 +48,10 @@ def test_the_coordinator_command_lists_what_serve_does():
     )
     assert shown.returncode == 0
     assert "--execution.coordinator-port" in shown.stdout and "coordinator_training" in shown.stdout
+
+
+def test_the_configured_header_providers_are_the_handlers():
+    found = config(inference__backend="sglang", inference__header_providers="tests.inference.test_headers:Affinity")
+    handler = make_handler(found, lambda: ["http://router"])
+    prepared = handler.prepare(OutgoingRequest("r", "support", "/generate", b""))
+    assert prepared["x-routing-key"] == "support"

@@ -14,13 +14,17 @@ from tests.conftest import needs
 
 needs("torch", "transformers", "peft")
 
+import torch  # noqa: E402
+
 from reef.artifact.base import Serving, read_serving, write_serving  # noqa: E402
+from reef.artifact.content import contents_of  # noqa: E402
 from reef.errors import ConfigError, NotFound, StorageError  # noqa: E402
 from reef.inference.local.kv_cache import Node, PrefixCache  # noqa: E402
 from reef.records.config import PostgresConfig  # noqa: E402
 from reef.records.opening import location  # noqa: E402
 from reef.runtime.interfaces import PauseMode, Span, WeightKind  # noqa: E402
 from reef.verify.recorded import Selection, check  # noqa: E402
+from reef.verify.reference import Reference, Weights  # noqa: E402
 from reef.verify.report import Report  # noqa: E402
 from tests.inference.references import make_adapter, make_full  # noqa: E402
 from tests.verify.recording import Recording  # noqa: E402
@@ -297,6 +301,31 @@ def test_no_database_is_refused_and_none_is_made(recording, tmp_path):
     with pytest.raises(StorageError, match="there is no database"):
         verified(recording, database=str(tmp_path / "none.db"))
     assert not (tmp_path / "none.db").exists()
+
+
+def test_a_reference_in_double_precision_counts_only_what_the_engine_rounded(recording, weights):
+    recording.ask("base", PROMPT, max_tokens=30)
+    recording.step(10)
+    for name, kind in (("one", LORA), ("two", LORA), ("full", FULL)):
+        recording.publish(weights[name], kind, IN_PLACE)
+        recording.ask(name, PROMPT, max_tokens=6)
+        recording.step(6)
+    recording.step()
+    worst = {}
+    for dtype in (torch.float32, torch.float64):
+        reference = Reference(
+            recording.model, contents_of(recording.data / "artifacts"), recording.base_id, dtype=dtype
+        )
+        by_load = {release.runtime_load_id: Weights(release.content_id) for release in recording.releases}
+        scores = [
+            score.differences
+            for answer in recording.answers.values()
+            for score in reference.rescore(answer.prompt_ids, answer.output_ids, answer.logprobs, answer.spans, by_load)
+        ]
+        assert all(one.dtype is dtype for one in scores)
+        worst[dtype] = torch.cat(scores)
+    assert worst[torch.float64].max() < 1e-5
+    assert not torch.equal(worst[torch.float64].float(), worst[torch.float32])
 
 
 # ---------------------------------------------------------------------------------------------- PostgreSQL

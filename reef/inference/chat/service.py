@@ -32,6 +32,7 @@ from reef.runtime.interfaces import (
     InferenceHandler,
     SamplingParams,
 )
+from reef.tracing import span
 
 log = logging.getLogger("reef.chat")
 
@@ -75,7 +76,7 @@ class ChatStream:
         self._queue: asyncio.Queue[Delta | ReefError | None] = asyncio.Queue()
         self._open = len(choices)
         self._tasks = [
-            asyncio.create_task(self._read(handler, engine_request, choice))
+            asyncio.create_task(self._generate(handler, engine_request, choice))
             for engine_request, choice in zip(engine_requests, choices, strict=True)
         ]
 
@@ -123,6 +124,19 @@ class ChatStream:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _generate(self, handler: InferenceHandler, request: GenerateRequest, choice: Choice) -> None:
+        with span(
+            "engine generation", engine_request=request.request_id, prompt_tokens=len(request.prompt_ids)
+        ) as traced:
+            try:
+                await self._read(handler, request, choice)
+            finally:
+                if traced is not None:
+                    generation = choice.generation
+                    found = {"output_tokens": len(generation.output_ids), "cached_tokens": generation.cached_tokens}
+                    traced.set_attributes({f"reef.{name}": number for name, number in found.items()})
+                    traced.set_attribute("reef.ending", generation.ending)
 
     async def _read(self, handler: InferenceHandler, request: GenerateRequest, choice: Choice) -> None:
         error = "the engine ended the stream without saying how"

@@ -14,7 +14,15 @@ from reef.errors import ConfigError, InvalidRequest, ReefError, Unavailable, Ver
 from reef.inference.local.validation import check_request
 from reef.inference.sglang.control import EngineControl, EngineState, Refused
 from reef.inference.sglang.events import refused, stream_events
-from reef.runtime.interfaces import Ending, GenerateRequest, Grammar, InferenceHandler, SamplingParams, TokenChunk
+from reef.runtime.interfaces import (
+    Ending,
+    GenerateRequest,
+    Grammar,
+    InferenceHandler,
+    OutgoingRequest,
+    SamplingParams,
+    TokenChunk,
+)
 
 _STATE_SECONDS = 60.0
 _DONE = b"[DONE]"
@@ -89,7 +97,9 @@ class SGLangHandler(InferenceHandler):
         if self._url is None:
             raise Unavailable("the engine is not connected")
         self._check(request)
-        events = stream_events(self._url, "/generate", _body(request), self._connect_timeout)
+        body = _body(request)
+        headers = self.prepare(OutgoingRequest(request.request_id, request.lane, "/generate", body))
+        events = stream_events(self._url, "/generate", body, self._connect_timeout, headers)
         load, error = "", ReefError("the engine ended the answer without a reason")
         try:
             async for data in events:

@@ -15,6 +15,7 @@ import msgspec
 
 from reef.errors import ConfigError
 from reef.inference.chat.formats import ReasoningFormatKey, ToolFormatKey
+from reef.inference.headers import HeaderProvidersKey
 from reef.runtime.interfaces import PauseMode
 
 Option = bool | int | float | str | list[str]
@@ -135,6 +136,7 @@ class SGLangConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
         dict[str, Any],
         msgspec.Meta(description="settings of the handler; of the backend's own: connect-timeout"),
     ] = msgspec.field(default_factory=dict)
+    header_providers: HeaderProvidersKey = []
     start_timeout: Annotated[float, msgspec.Meta(gt=0, description="seconds that an engine may take to start")] = 600.0
     control_timeout: Annotated[
         float, msgspec.Meta(gt=0, description="seconds within which an engine must answer a control call")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from urllib.parse import urlsplit
 
 import httptools
@@ -35,7 +35,9 @@ class _Answer:
         self.complete = True
 
 
-async def stream_events(url: str, path: str, body: bytes, connect_timeout: float) -> AsyncGenerator[bytes, None]:
+async def stream_events(
+    url: str, path: str, body: bytes, connect_timeout: float, headers: Mapping[str, str]
+) -> AsyncGenerator[bytes, None]:
     """Yield the data of each event. Leaving the iterator closes the connection, which aborts the request.
 
     Raises Unavailable when nobody listens, what the server refused, ConnectionError when the answer breaks off.
@@ -48,6 +50,7 @@ async def stream_events(url: str, path: str, body: bytes, connect_timeout: float
         raise Unavailable(f"the engine at {url} is not reachable: {error}") from error
     try:
         head = f"POST {path} HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/json\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         writer.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
         async for line in _lines(reader):
             if line.startswith(b"data: "):

@@ -58,25 +58,19 @@ def gone(processes: Sequence[Process], seconds: float) -> bool:
     return True
 
 
-def named(word: str, programs: Sequence[str]) -> dict[str, Process]:
-    """The process of each of `programs` that has `word` in its command line (Linux only)."""
-    lines = {pid: line for pid in _pids() if word in (line := _command_line(pid))}
-    found = {program: identify(pid) for pid, line in lines.items() if (program := _program(line)) in programs}
-    return {program: process for program, process in found.items() if process is not None}
-
-
-def family(word: str) -> list[Process]:
-    """Every process whose command line contains `word`, except this one, and all their descendants (Linux only)."""
-    parents: dict[int, int] = {}
-    found: set[int] = set()
+def marked(mark: str) -> list[Process]:
+    """Every process, except this one, that was started with `mark` ("NAME=VALUE") in its environment (Linux only)."""
+    wanted, found = mark.encode(), []
     for pid in _pids():
-        if pid != os.getpid() and word in _command_line(pid):
-            found.add(pid)
-        if (fields := _stat(pid)) is not None:
-            parents[pid] = int(fields[1])
-    while grown := {pid for pid, parent in parents.items() if parent in found and pid not in found}:
-        found |= grown
-    return [process for pid in sorted(found) if (process := identify(pid)) is not None]
+        if pid != os.getpid() and wanted in _read(pid, "environ").split(b"\0") and (process := identify(pid)):
+            found.append(process)
+    return found
+
+
+def named(mark: str, programs: Sequence[str]) -> dict[str, Process]:
+    """Those of `marked` that run one of these programs, by program."""
+    running = {os.path.basename(_read(one.pid, "cmdline").split(b"\0")[0]).decode(): one for one in marked(mark)}
+    return {program: one for program, one in running.items() if program in programs}
 
 
 def _pids() -> Iterator[int]:
@@ -84,15 +78,12 @@ def _pids() -> Iterator[int]:
         yield from (int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit())
 
 
-def _command_line(pid: int) -> str:
+def _read(pid: int, file: str) -> bytes:
+    """Empty when the process has ended, or is somebody else's."""
     try:
-        return (_PROC / str(pid) / "cmdline").read_text(errors="replace")
+        return (_PROC / str(pid) / file).read_bytes()
     except OSError:
-        return ""
-
-
-def _program(command_line: str) -> str:
-    return os.path.basename(command_line.partition("\0")[0])
+        return b""
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -39,6 +39,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from reef.directories import OwnedDirectory
 from reef.errors import ReefError
 from reef.runtime.executor import process
+from reef.runtime.executor.lease import Lease
 from reef.runtime.executor.placement import Place, Plan, Seat, assign
 from reef.runtime.executor.process import Process
 
@@ -53,6 +54,7 @@ _PATIENCE_SECONDS = 0.5
 _TASK_SECONDS = 30.0  # for a task on another node: its process may have to start first
 _VITAL = ("gcs_server", "raylet")
 _DIRECTORY_PREFIX = "reef-ray-"
+_MARK = "REEF_LOCAL_RAY"  # in the environment of all its processes
 
 
 class RayCluster:
@@ -154,7 +156,8 @@ class _Session:
         self._joined = False
         self.opened: Future[None] = Future()
         self._closing = Event()
-        self._left: list[Process] = []
+        self._lease: Lease | None = None  # on a local cluster
+        self._survived = False
         self._thread = Thread(target=self._run, name="ray-owner", daemon=True)
         self._thread.start()
 
@@ -164,15 +167,15 @@ class _Session:
 
     def close(self) -> None:
         self._closing.set()
-        if self.lost() and self.directory is not None:  # what is left would only be waited for
-            self._end_family(str(self.directory))
+        if self.lost() and self._lease is not None:  # what is left would only be waited for
+            self._lease.end()
         # One that never opened may be stuck in Ray's own retries; it leaves by itself when they end.
         self._thread.join(_STOP_SECONDS if self.opened.done() or self.directory is not None else 0.0)
-        if self._thread.is_alive() and self.directory is not None:
-            self._end_family(str(self.directory))
+        if self._thread.is_alive() and self._lease is not None:
+            self._lease.end()
             self._thread.join(_KILL_SECONDS)
-        if self._left:
-            raise ReefError(f"processes of the local Ray are not gone after SIGKILL: {self._left}")
+        if self._survived:
+            raise ReefError("processes of the local Ray are not gone after SIGKILL")
 
     def _run(self) -> None:
         try:
@@ -184,12 +187,10 @@ class _Session:
             self._closing.wait()
         except BaseException as error:
             self.opened.set_exception(error if isinstance(error, ReefError) else _as_reef_error(error))
-        directory = self.directory
-        family = process.family(str(directory)) if directory is not None else []
         if not self._joined:
             ray.shutdown()
-        if directory is not None:
-            self._left = [one for one in family if not process.end(one, _KILL_SECONDS, patience=1.0)]
+        if self._lease is not None:
+            self._survived = not self._lease.end()
             self._owned.remove()
 
     def _join(self) -> None:
@@ -209,19 +210,24 @@ class _Session:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray writes one to the home directory
         self._owned = OwnedDirectory(_DIRECTORY_PREFIX)
         self.directory = self._owned.path
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            _temp_dir=str(self.directory),
-            _system_config={"memory_monitor_refresh_ms": 0, "worker_register_timeout_seconds": 600},
-            **self._local,
-            **common,
-        )
-        self._vital = process.named(str(self.directory), _VITAL)
-
-    def _end_family(self, word: str) -> None:
-        for one in process.family(word):
-            process.end(one, _KILL_SECONDS)
+        mark = f"{_MARK}={self.directory}"
+        self._lease = Lease(mark)
+        # Ray's processes write their titles over what /proc shows of their environment; setproctitle's SPT_NOENV.
+        added = {_MARK: str(self.directory), "SPT_NOENV": "1"}
+        os.environ.update(added)
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                _temp_dir=str(self.directory),
+                _system_config={"memory_monitor_refresh_ms": 0, "worker_register_timeout_seconds": 600},
+                **self._local,
+                **common,
+            )
+        finally:
+            for name in added:
+                del os.environ[name]
+        self._vital = process.named(mark, _VITAL)
 
 
 def _as_reef_error(error: BaseException) -> ReefError:

@@ -16,10 +16,11 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding
 
 
 class FakeServer:
-    """Answers every request with `answer`, then closes; `bodies` is what it was sent."""
+    """Answers every request with `answer`, then closes; `heads` and `bodies` are what it was sent."""
 
     def __init__(self, answer: bytes) -> None:
         self._answer = answer
+        self.heads: list[bytes] = []
         self.bodies: list[dict] = []
 
     async def __aenter__(self) -> FakeServer:
@@ -32,6 +33,7 @@ class FakeServer:
 
     async def _serve(self, reader, writer) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
+        self.heads.append(head)
         length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length"))
         self.bodies.append(json.loads(await reader.readexactly(length)))
         for byte in range(0, len(self._answer), 7):  # in pieces that respect nothing
