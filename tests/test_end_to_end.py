@@ -117,10 +117,11 @@ class Reef:
                 return found
             found += page
 
-    def verify(self) -> dict[str, Any]:
+    def verify(self, **environment: str) -> dict[str, Any]:
         """What `reef verify` says of the data directory; it must be clean."""
         command = [sys.executable, "-m", "reef.cli", "verify", "--data-dir", self.directory / "data", "--json"]
-        done = subprocess.run(command, cwd=self.directory, capture_output=True, text=True, timeout=90)
+        env = {**os.environ, **environment}
+        done = subprocess.run(command, cwd=self.directory, env=env, capture_output=True, text=True, timeout=90)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr
         [scenario] = json.loads(done.stdout)["scenarios"]
         return scenario

@@ -19,6 +19,8 @@ class Serving:
 
     model_path: str
     dtype: str  # what its engines compute in; empty: unknown
+    database: str = ""  # where the records are, without a password; empty: reef.db in the directory
+    artifacts: str = ""  # where the weights are; empty: in the directory
 
 
 def write_serving(data: Path, serving: Serving) -> None:

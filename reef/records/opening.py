@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlencode
 
 import msgspec
 
@@ -28,17 +29,29 @@ def open_storage(config: StorageConfig, data_dir: Path) -> SqlStorage:
     return SqliteStorage(path, busy_timeout=config.busy_timeout, read_threads=config.read_threads)
 
 
-def storage_at(url: str) -> SqlStorage:
+def storage_at(url: str, *, read_only: bool = False) -> SqlStorage:
     """The storage at `sqlite:PATH` or `postgresql://...`, with `schema=NAME` in its query. Raises ConfigError."""
     if url.startswith("sqlite:"):
         path = url.removeprefix("sqlite:").removeprefix("//")
         if not path:
             raise ConfigError("sqlite: needs the path of the database, as in sqlite:.reef/data/reef.db")
-        return SqliteStorage(Path(path))
+        return SqliteStorage(Path(path), read_only=read_only)
     if not url.startswith(("postgresql://", "postgres://")):
         raise ConfigError("a database is given as sqlite:PATH or postgresql://user@host:port/database?schema=reef")
     plain, schema = _split_schema(url)
-    return _postgres(plain, schema=schema)
+    return _postgres(plain, schema=schema, read_only=read_only)
+
+
+def location(config: StorageConfig) -> str:
+    """What `storage_at` takes, absolute and without a password; empty for reef.db in the data directory."""
+    if isinstance(config, PostgresConfig):
+        from psycopg.conninfo import conninfo_to_dict
+
+        secret = ("password", "sslpassword")
+        parts = {name: str(value) for name, value in conninfo_to_dict(config.url).items() if name not in secret}
+        return "postgresql://?" + urlencode({**parts, "schema": config.schema}, quote_via=quote)
+    assert isinstance(config, SqliteConfig)
+    return f"sqlite:{Path(config.path).resolve()}" if config.path else ""
 
 
 def _split_schema(url: str) -> tuple[str, str]:

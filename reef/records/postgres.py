@@ -318,7 +318,10 @@ class PostgresWriter(GroupWriter):
 
 
 class PostgresStorage(SqlStorage):
-    """One schema of one database; several processes may use it, and a lock orders their writes."""
+    """One schema of one database; several processes may use it, and a lock orders their writes.
+
+    With `read_only` nothing is created or changed, and everything that would write raises StorageError.
+    """
 
     def __init__(
         self,
@@ -328,9 +331,10 @@ class PostgresStorage(SqlStorage):
         connections: int = 4,
         connect_timeout: float = 5.0,
         lock_timeout: float = 10.0,
+        read_only: bool = False,
     ) -> None:
         database = PostgresDatabase(url, schema, connect_timeout=connect_timeout, lock_timeout=lock_timeout)
-        super().__init__(database, readers=connections, patience=connect_timeout)
+        super().__init__(database, readers=connections, patience=connect_timeout, read_only=read_only)
 
     def _make_writer(self, patience: float) -> GroupWriter:
         return PostgresWriter(self.database, patience)

@@ -219,7 +219,7 @@ class Publication:
     def restore(self, heads: Sequence[Release], *, resume: bool) -> None:
         """Bring engines that have only the base load to the committed heads, under their original load IDs."""
         self._set_heads(*heads)
-        self._incomplete = "the engines do not serve the committed heads yet"
+        self._incomplete = "recoverable: the engines do not serve the committed heads yet"
         with crossing(Point.RESTORE):
             self._restore(heads)
         if resume:
@@ -302,7 +302,7 @@ class Publication:
 
     def rebuild(self, *, resume: bool) -> None:
         """Replace every engine, then restore the committed heads."""
-        self._incomplete = "the engines could not be replaced"
+        self._incomplete = "recoverable: the engines are not replaced yet"
         with crossing(Point.RESTART_ENGINES):
             self._engines.restart()
         self.generation += 1
@@ -315,7 +315,10 @@ class Publication:
 
     def health(self) -> str | None:
         """None when every engine is healthy and holds the committed heads, else the reason."""
-        return self._engines.health() or self._incomplete
+        engines, incomplete = self._engines.health(), self._incomplete
+        if engines is None or incomplete is None or engines in incomplete:
+            return incomplete or engines
+        return f"{incomplete}; {engines}"
 
 
 def _serves(report: EngineReport, head: Release) -> bool:

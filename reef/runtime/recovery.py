@@ -145,7 +145,7 @@ class Supervisor:
             self.stopped[one.name] = f"the {one.name} died too often to be replaced again; last reason: {reason}"
             log.error(self.stopped[one.name])
             return
-        self.repairing[one.name] = f"the {one.name} is being replaced: {reason}"
+        self.repairing[one.name] = f"recoverable: the {one.name} is being replaced: {reason}"
         log.warning("%s (in %.0f s)", self.repairing[one.name], delay)
         try:
             if self._closing.wait(delay):

@@ -20,7 +20,7 @@ from reef.inference.chat.service import ChatService
 from reef.inference.provider.client import ProviderHandler
 from reef.recipe.lookup import build_evaluator, build_recipe
 from reef.records.lock import DirectoryLock
-from reef.records.opening import artifacts_directory, open_storage
+from reef.records.opening import artifacts_directory, location, open_storage
 from reef.records.retention import keep_purging
 from reef.runtime.interfaces import (
     EngineReport,
@@ -133,7 +133,9 @@ class Deployment:
     async def _note_serving(self) -> None:
         """Leave in the data directory what whoever reads it alone needs."""
         dtype = next((report.dtype for report in await self._inference.reports()), "")
-        write_serving(self.data, Serving(str(Path(managed(self.config).model_path).resolve()), dtype))
+        model, storage = str(Path(managed(self.config).model_path).resolve()), self.config.storage
+        artifacts = str(Path(storage.artifacts).resolve()) if storage.artifacts else ""
+        write_serving(self.data, Serving(model, dtype, location(storage), artifacts))
 
     async def _check_chain(self) -> None:
         """Adapters fit one base model, one kind of trainer and so many slots. Raises ConfigError before any start."""

@@ -55,8 +55,7 @@ class _Moment(click.ParamType[float]):
 )
 @click.option(
     "--database",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Database, if storage.path was set.  [default: reef.db in the data directory]",
+    help="Another database than the one served last: a file, or postgresql://user@host/name?schema=NAME.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the whole report as JSON.")
 def verify(
@@ -68,7 +67,7 @@ def verify(
     until: float | None,
     tolerance: float | None,
     model_path: Path | None,
-    database: Path | None,
+    database: str | None,
     as_json: bool,
 ) -> None:
     """Prove that recorded answers came from the weights they name.
@@ -82,7 +81,8 @@ def verify(
     Each answer is computed again with transformers in float32, under the release that each of its spans names, and its
     log-probabilities are compared with the recorded ones. That finds stale caches, wrong adapters, wrong spans, and
     records, adapters or checkpoints that were changed after the fact. It needs the data directory and the base model
-    alone, changes nothing, and may run beside a service or without one.
+    alone, changes nothing, and may run beside a service or without one. Records in PostgreSQL are found as well; the
+    directory keeps no password, so give it as PGPASSWORD or in ~/.pgpass.
 
     Of an answer that a publication crossed, tokens may rest on keys and values of the older weights; where the release
     was published with pause mode in_place that is right, and they are counted as "on older KV".

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from reef.artifact.base import base_content_id, read_serving
+from reef.artifact.base import Serving, base_content_id, read_serving
 from reef.artifact.content import contents_of, verify_content
 from reef.errors import ConfigError, DamagedRecord, NotFound, StorageError, VerificationError
-from reef.records.sqlite import SqliteStorage
+from reef.records.opening import storage_at
 from reef.runtime.interfaces import Generation, InferenceRecord, PauseMode, RecordKind, Release, Span, Storage
 from reef.verify.report import Problem, ReleaseReport, Report, ScenarioReport
 
 _PAGE = 100
 _ALL = 10_000_000
+_URL = re.compile(r"(sqlite|postgres(ql)?):")
 # nats; largest honest difference of an engine from a float32 reference
 _TOLERANCES = {"bfloat16": 1.0, "float16": 0.1}
 _FLOAT32_TOLERANCE = 1e-3
@@ -41,22 +43,28 @@ async def check(
     selection: Selection,
     *,
     model_path: Path | None = None,
-    database: Path | None = None,
+    database: str | None = None,
     tolerance: float | None = None,
     progress: Progress = lambda scenario, done, known: None,
 ) -> Report:
     """Re-score what `selection` names. A service may be running on the directory, or not.
 
+    `database` is a file, or what `storage_at` takes; without it, where the directory says its records are.
+
     Raises ConfigError, NotFound (no such scenario) and StorageError before anything is scored; whatever is wrong with
     single answers or contents is in the report.
     """
     serving = read_serving(data)
-    if model_path is None and serving is None:
-        raise ConfigError(f"{data} does not say which base model it was served with: give --model-path")
-    model = model_path or Path(serving.model_path if serving else "")
+    if serving is None:
+        if model_path is None:
+            raise ConfigError(f"{data} does not say which base model it was served with: give --model-path")
+        serving = Serving("", "")
+    model = model_path or Path(serving.model_path)
     if tolerance is None:
-        tolerance = _TOLERANCES.get(serving.dtype if serving else "", _FLOAT32_TOLERANCE)
-    storage = SqliteStorage(database or data / "reef.db", read_only=True, read_threads=1)
+        tolerance = _TOLERANCES.get(serving.dtype, _FLOAT32_TOLERANCE)
+    place = database or serving.database or str(data / "reef.db")
+    storage = storage_at(place if _URL.match(place) else f"sqlite:{place}", read_only=True)
+    contents = contents_of(Path(serving.artifacts) if serving.artifacts else data / "artifacts")
     await storage.open()
     try:
         states = await storage.scenarios()
@@ -66,7 +74,7 @@ async def check(
             raise NotFound(f"there is no scenario {selection.scenario!r} in {data}; there are: {known}")
         base_id = base_content_id(model, data / "base-model.json", keep=False)
         report = Report(str(model), tolerance)
-        verifier = _Verifier(storage, data, model, base_id, tolerance)
+        verifier = _Verifier(storage, contents, model, base_id, tolerance)
         for name in names:
             report.scenarios.append(await verifier.scenario(name, selection, progress))
         return report
@@ -75,11 +83,11 @@ async def check(
 
 
 class _Verifier:
-    def __init__(self, storage: Storage, data: Path, model: Path, base_id: str, tolerance: float) -> None:
+    def __init__(self, storage: Storage, contents: Path, model: Path, base_id: str, tolerance: float) -> None:
         from reef.verify.reference import Reference
 
         self._storage = storage
-        self._contents = contents_of(data / "artifacts")
+        self._contents = contents
         self._base_id = base_id
         self._tolerance = tolerance
         self._reference = Reference(model, self._contents, base_id, tolerance=tolerance)

@@ -28,10 +28,12 @@ PREFIX = [1000 + number * 7 % 9000 for number in range(2000)]
 """A system prompt and tools of about the length that agents send."""
 
 SECONDS = 240.0
+START_SECONDS = 1800.0
+"""For an engine to start: half a minute, on a busy machine many."""
 
 
 def sglang_config(model: Path, **changes) -> SGLangConfig:
-    settings = {"dtype": "float32", "device": "cpu", "start_timeout": 1800.0, **changes}
+    settings = {"dtype": "float32", "device": "cpu", "start_timeout": START_SECONDS, **changes}
     return SGLangConfig(model_path=str(model), **settings)
 
 
@@ -81,8 +83,8 @@ class Served:
     def report(self) -> EngineReport:
         return self.backend.reports()[0]
 
-    def run(self, test: Callable[[SGLangHandler], Awaitable[None]]) -> None:
-        """Run `test` with a connected handler."""
+    def run(self, test: Callable[[SGLangHandler], Awaitable[None]], seconds: float = SECONDS) -> None:
+        """Run `test` with a connected handler, for at most `seconds`."""
 
         async def whole() -> None:
             handler = SGLangHandler(self.backend.endpoints)
@@ -92,7 +94,7 @@ class Served:
             finally:
                 await handler.close()
 
-        asyncio.run(asyncio.wait_for(whole(), SECONDS))
+        asyncio.run(asyncio.wait_for(whole(), seconds))
 
 
 @dataclass

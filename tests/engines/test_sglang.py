@@ -219,7 +219,9 @@ def test_full_weights_serve_one_lane(served, weights, adapters) -> None:
 
     async def test(handler) -> None:
         await asyncio.to_thread(served.publish, load, PauseMode.RETRACT, "mine")
-        assert set((await ask(handler, PROMPT, lane="mine")).load_ids) == {load.runtime_load_id}
+        answer = await ask(handler, PROMPT, 24, lane="mine")
+        assert set(answer.load_ids) == {load.runtime_load_id}
+        assert_scores(answer, weights[0], PROMPT)
         with pytest.raises(Unavailable, match="the load engine:0 is not resident"):
             await ask(handler, PROMPT, lane="another")
         adapter = served.fresh(adapters[0], WeightKind.LORA)

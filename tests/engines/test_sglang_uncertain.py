@@ -11,7 +11,7 @@ import pytest
 
 from reef.errors import BarrierError
 from reef.runtime.interfaces import Ending, PauseMode
-from tests.engines.sglang import PREFIX, ask, assert_scores, start, until
+from tests.engines.sglang import PREFIX, SECONDS, START_SECONDS, ask, assert_scores, start, until
 
 pytestmark = pytest.mark.timeout(3600)  # a server starts in half a minute, on a busy machine in many
 
@@ -35,7 +35,7 @@ def test_flush_that_is_refused_fails_the_barrier_and_the_engine_is_replaced(serv
         await asyncio.to_thread(served.backend.resume)
         assert_scores(await ask(handler, PREFIX[:50]), served.model, PREFIX[:50])
 
-    served.run(test)
+    served.run(test, START_SECONDS + SECONDS)
 
 
 def test_scheduler_that_dies_cuts_requests_and_is_noticed(served) -> None:

@@ -11,7 +11,7 @@ from reef.artifact import chain
 from reef.artifact.base import Serving, base_content_id, write_serving
 from reef.artifact.content import DirectoryContentStore
 from reef.inference.local.engine import LocalEngine
-from reef.records.sqlite import SqliteStorage
+from reef.records.opening import storage_at
 from reef.runtime.interfaces import (
     Candidate,
     Commit,
@@ -35,8 +35,9 @@ SCENARIO = "reef"
 class Recording:
     """Drives one engine by hand and stores what it says, as the service would."""
 
-    def __init__(self, model: Path, data: Path, **options: Any) -> None:
+    def __init__(self, model: Path, data: Path, database: str = "", **options: Any) -> None:
         self.model, self.data = model, data
+        self.database = database or f"sqlite:{data / 'reef.db'}"
         self.base_id = base_content_id(model, data / "base-model.json")
         self.engine: LocalEngine = engine(model, **options)
         self.contents = DirectoryContentStore(data / "artifacts")
@@ -134,7 +135,7 @@ class Recording:
 
     def _store(self, work: Any) -> None:
         async def run() -> None:
-            storage = SqliteStorage(self.data / "reef.db")
+            storage = storage_at(self.database)
             await storage.open()
             try:
                 await work(storage)

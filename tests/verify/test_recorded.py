@@ -16,10 +16,12 @@ needs("torch", "transformers", "peft")
 
 import torch  # noqa: E402
 
-from reef.artifact.base import read_serving  # noqa: E402
+from reef.artifact.base import Serving, read_serving, write_serving  # noqa: E402
 from reef.artifact.content import contents_of  # noqa: E402
 from reef.errors import ConfigError, NotFound, StorageError  # noqa: E402
 from reef.inference.local.kv_cache import Node, PrefixCache  # noqa: E402
+from reef.records.config import PostgresConfig  # noqa: E402
+from reef.records.opening import location  # noqa: E402
 from reef.runtime.interfaces import PauseMode, Span, WeightKind  # noqa: E402
 from reef.verify.recorded import Selection, check  # noqa: E402
 from reef.verify.reference import Reference, Weights  # noqa: E402
@@ -297,7 +299,7 @@ def test_a_directory_that_says_no_model_wants_one(recording, tiny_model):
 
 def test_no_database_is_refused_and_none_is_made(recording, tmp_path):
     with pytest.raises(StorageError, match="there is no database"):
-        verified(recording, database=tmp_path / "none.db")
+        verified(recording, database=str(tmp_path / "none.db"))
     assert not (tmp_path / "none.db").exists()
 
 
@@ -324,3 +326,34 @@ def test_a_reference_in_double_precision_counts_only_what_the_engine_rounded(rec
         worst[dtype] = torch.cat(scores)
     assert worst[torch.float64].max() < 1e-5
     assert not torch.equal(worst[torch.float64].float(), worst[torch.float32])
+
+
+# ---------------------------------------------------------------------------------------------- PostgreSQL
+
+
+def test_records_in_postgresql_are_found_without_a_password_in_the_directory(
+    tiny_model, tmp_path, weights, postgres, schema, monkeypatch
+):
+    config = PostgresConfig(url=postgres.url, schema=schema, artifacts=str(tmp_path / "elsewhere"))
+    recording = Recording(tiny_model, tmp_path / "data", f"{postgres.url}&schema={schema}")
+    recording.ask("one", PROMPT, max_tokens=8)
+    recording.step(3)
+    recording.publish(weights["one"], LORA, RETRACT)
+    recording.step()
+    recording.record()
+    (recording.data / "artifacts").rename(tmp_path / "elsewhere")
+    write_serving(recording.data, Serving(str(tiny_model), "float32", location(config), str(tmp_path / "elsewhere")))
+    assert "secret" not in (recording.data / "serving.json").read_text()
+
+    with pytest.raises(StorageError, match="refuses the user or password"):
+        verified(recording)
+    monkeypatch.setenv("PGPASSWORD", "secret")
+    report = verified(recording, tolerance=1e-4)
+    assert report.clean and tokens_by_release(report) == [3, 5]
+    with pytest.raises(StorageError, match="there is no database"):
+        verified(recording, database=f"{postgres.url}&schema=none")
+    assert not postgres.execute("SELECT 1 FROM pg_namespace WHERE nspname = 'none'")
+
+    answer = recording.answers["one"]
+    recording.append("edited", [replace(answer, logprobs=[0.0, *answer.logprobs[1:]])])
+    assert complaints(verified(recording)).startswith("edited: 1 of tokens 0 to 3 are off release 0")

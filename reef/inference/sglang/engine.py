@@ -143,6 +143,8 @@ class ManagedEngine(Engine):
             "HF_HUB_OFFLINE": "1",
             "REEF_SGLANG_VERSION_KEYS": "1" if config.version_keys else "0",
         }
+        if not config.python:  # Reef's own: without bytecode, imports take 26 s of processor time, not 11
+            environment.pop("PYTHONDONTWRITEBYTECODE", None)
         if config.device == "cpu":
             # Compiling a handful of small kernels takes minutes here, and saves nothing that anyone measures.
             environment |= {"SGLANG_PLATFORM": "reef_cpu", "OMP_WAIT_POLICY": "PASSIVE", "TORCHDYNAMO_DISABLE": "1"}
