@@ -27,7 +27,7 @@ def can_mount(directory: Path) -> bool:
 class SmallDisk(Deployment):
     """Its data exist as long as the service runs."""
 
-    def __init__(self, directory: Path, flags: Mapping[str, object], size: str = "48m") -> None:
+    def __init__(self, directory: Path, flags: Mapping[str, object], size: str = "256m") -> None:
         directory = directory.resolve()  # through /proc/<pid>/root, an absolute link would lead to our own disk
         data = directory / "data"
         data.mkdir(parents=True)

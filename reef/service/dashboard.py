@@ -40,7 +40,7 @@ _HEADERS = {
 
 
 async def dashboard(request: Request) -> Response:
-    """`GET /dashboard`"""
+    """`GET /dashboard`: what goes on, as a page for people."""
     gateway = Gateway.of(request)
     status = await gateway.deployment.status()
     parts = [_deployment(status, gateway.in_flight)]
