@@ -21,7 +21,7 @@ from schemathesis import GenerationMode
 from schemathesis.schemas import APIOperation
 
 from reef.errors import InvalidRequest
-from reef.service import dashboard, routes_health, routes_inference, routes_learning, routes_scenarios, scrape
+from reef.service import routes_health, routes_inference, routes_learning, routes_scenarios, scrape
 from reef.service.app import create_app
 from reef.service.config import ServiceConfig
 from reef.service.openapi import ANSWERS, BODIES, describe, openapi_route
@@ -35,7 +35,7 @@ from tests.service.test_hostile import APIS, VALID
 
 TIMES = float(os.environ.get("REEF_FUZZ", "1"))
 SECONDS = 0.7 * TIMES  # for each of the about forty below
-ROOMS = (routes_inference, routes_learning, routes_health, routes_scenarios, scrape, dashboard)
+ROOMS = (routes_inference, routes_learning, routes_health, routes_scenarios, scrape)
 
 
 class Clock:
