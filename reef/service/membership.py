@@ -99,6 +99,8 @@ class Membership:
     async def _renew(self) -> None:
         asked = time.monotonic()
         if await self._storage.take_lease(self._holder, self._seconds):
+            if time.monotonic() >= self._mine_until:  # it had ended: another process may have trained meanwhile
+                self._ready = False
             self._mine_until = asked + self._seconds
         else:
             self._mine_until = 0.0

@@ -12,7 +12,7 @@ import pytest
 from reef.errors import EngineError, WorkerDied
 from reef.inference.sglang.process import LeasedProcess
 
-ENGINE = "import os, sys, time; print('child', os.fork(), flush=True) or time.sleep(300)"
+ENGINE = "import os, sys, time; os.write(1, b'child %d\\n' % os.fork()); time.sleep(300)"
 """Forks, so that two processes live, and prints the child's id; the child prints 0."""
 
 STUBBORN = (
