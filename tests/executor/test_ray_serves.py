@@ -22,6 +22,8 @@ from reef.service.workplace import Workplace  # noqa: E402
 from reef.train.torch_backend.config import TorchConfig  # noqa: E402
 from tests.test_end_to_end import Reef, worst_difference  # noqa: E402
 
+PATIENT = {"inference.health-timeout": 60}  # a busy machine may give an engine nothing for 10 s; here they are killed
+
 
 def workers(*names: str) -> dict[str, int]:
     """Process ids of the actors with these names."""
@@ -40,7 +42,8 @@ def wait_for_health(reef: Reef, seconds: float = 60.0) -> None:
 @pytest.mark.timeout(400)
 def test_serve_learn_and_survive_on_a_borrowed_cluster(ray_cluster, tiny_model, tmp_path):
     address = ray.get_runtime_context().gcs_address
-    reef = Reef(tiny_model, tmp_path, **{"execution.executor": "auto", "execution.ray-address": address})
+    flags = {"execution.executor": "auto", "execution.ray-address": address, **PATIENT}
+    reef = Reef(tiny_model, tmp_path, **flags)
     reef.start()
     try:
         reef.teach()
@@ -68,7 +71,7 @@ def test_serve_learn_and_survive_on_a_borrowed_cluster(ray_cluster, tiny_model, 
 def test_a_coordinator_in_an_actor_is_replaced(ray_cluster, tiny_model, tmp_path):
     address = ray.get_runtime_context().gcs_address
     flags = {"execution.runtime": "ray_training", "execution.ray-address": address, "execution.cpus-per-worker": 0.5}
-    reef = Reef(tiny_model, tmp_path, **flags)
+    reef = Reef(tiny_model, tmp_path, **flags, **PATIENT)
     reef.start()
     try:
         reef.teach()
