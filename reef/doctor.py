@@ -82,13 +82,20 @@ def _upstream(url: str) -> Check:
     """Whether anybody listens there; nothing is asked."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    try:
-        socket.create_connection((str(parts.hostname), port), timeout=5.0).close()
-    except OSError as error:
+    if error := _unreachable(str(parts.hostname), port):
         return Check(
             "upstream", "fail", f"{parts.hostname}:{port}: {error}", "-> inference.upstream-url, or the network"
         )
     return Check("upstream", "ok", f"{parts.hostname}:{port} accepts connections")
+
+
+def _unreachable(host: str, port: int) -> OSError | None:
+    """Why nobody answers there, or None."""
+    try:
+        socket.create_connection((host, port), timeout=5.0).close()
+    except OSError as error:
+        return error
+    return None
 
 
 def _python() -> Check:
@@ -275,9 +282,7 @@ def _sglang(inference: SGLangConfig) -> Check:
     name = "engine"
     for endpoint in inference.endpoints:
         address = urlsplit(endpoint)
-        try:
-            socket.create_connection((address.hostname, address.port or 80), timeout=5.0).close()
-        except OSError as error:
+        if error := _unreachable(str(address.hostname), address.port or 80):
             return Check(name, "fail", f"SGLang at {endpoint}: {error}", "-> start it, or correct inference.endpoints")
     if inference.endpoints:
         return Check(name, "ok", f"SGLang at {', '.join(inference.endpoints)} accepts connections")

@@ -1,4 +1,4 @@
-"""The way of nearly every request past Starlette's router and its layers, which cost as much as all the rest."""
+"""The way of nearly every request past Starlette's router and its layers."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from reef.inference.chat.choice import Delta
 from reef.inference.chat.service import ChatStream
 from reef.metrics import answers, count_tokens, first_token
 from reef.runtime.interfaces import Ending, Generation, InferenceRecord
-from reef.service.failures import failure_response
+from reef.service.failures import CLIENT_CLOSED_REQUEST, failure_response
 from reef.service.gateway import Gateway
 from reef.service.observe import working_for
 from reef.service.request import RECEIPT_HEADER, RequestHead, new_record_id
@@ -39,7 +39,6 @@ from reef.service.wire.base import Api, ChatCall
 
 Result = TypeVar("Result")
 
-CLIENT_CLOSED_REQUEST = 499
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 

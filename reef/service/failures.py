@@ -24,6 +24,9 @@ from reef.service.wire import messages, openai
 
 log = logging.getLogger("reef.service")
 
+CLIENT_CLOSED_REQUEST = 499
+"""The client left before it was answered; nobody reads this status, but it is counted."""
+
 
 def failure_response(
     error: ReefError, path: str, status: int | None = None, headers: dict[str, str] | None = None
@@ -71,7 +74,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 async def on_client_disconnect(request: Request, error: Exception) -> Response:
     """The client left while it sent its body; nobody will read this."""
-    return Response(status_code=499)
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def on_unexpected(request: Request, error: Exception) -> Response:

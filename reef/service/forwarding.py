@@ -20,12 +20,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from reef.errors import ReefError, Unavailable, UpstreamError
 from reef.inference.provider.client import returned_headers
 from reef.inference.provider.connection import Connection
-from reef.inference.provider.reply import Reply
+from reef.inference.provider.reply import Headers, Reply
 from reef.inference.provider.stream import EventStream
 from reef.metrics import answers, count_tokens, first_token
 from reef.runtime.interfaces import Ending, Generation, OutgoingRequest
-from reef.service.exchange import CLIENT_CLOSED_REQUEST, RecordedExchange
-from reef.service.failures import stream_failure
+from reef.service.exchange import RecordedExchange
+from reef.service.failures import CLIENT_CLOSED_REQUEST, stream_failure
 from reef.service.gateway import Gateway
 from reef.service.request import RECEIPT_HEADER, RequestHead, new_record_id
 
@@ -38,7 +38,6 @@ _USAGE = re.compile(
 _USAGE_WITHIN = 4096  # bytes from either end of an answer
 
 RECORDED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-Headers = list[tuple[bytes, bytes]]
 
 
 class Forwarding(RecordedExchange):
@@ -72,18 +71,9 @@ class Forwarding(RecordedExchange):
             finally:
                 watching.end()
 
-    def _ask(self) -> Awaitable[Connection]:
-        return _send(self._gateway, self._request, self._head, self._record_id, self._body)
-
-    async def _append(
-        self,
-        response: bytes,
-        status: int,
-        generations: list[Generation],
-        parent_id: str | None = None,
-        fork_of: str | None = None,
-    ) -> None:
-        await super()._append(response, status, generations, parent_id, fork_of)
+    async def _record(self, response: bytes, status: int, generations: list[Generation]) -> None:
+        """Return when the record is durable. Raises StorageError, Conflict."""
+        await self._append(response, status, generations)
         for generation in generations:
             answers(generation.ending).inc()
         if not generations:
@@ -97,7 +87,7 @@ class Forwarding(RecordedExchange):
         if status < 400:
             self._note_first()
             await self._open_scenario()
-            await self._append(body, status, [])
+            await self._record(body, status, [])
         await _send_response(status, self._headers(headers, receipt=status < 400), body, send)
 
     async def _send_events(self, reply: Reply, headers: Headers, send: Send) -> None:
@@ -112,7 +102,7 @@ class Forwarding(RecordedExchange):
                 raise
             failure = error
         except asyncio.CancelledError:  # shutdown did not want to wait for a client that does not read
-            await self._append(b"".join(self._sent), 200, [_cut(Ending.ENGINE_CUT)])
+            await self._record(b"".join(self._sent), 200, [_cut(Ending.ENGINE_CUT)])
             return
         await self._end_events(events, reply.ending, failure, headers, send)
 
@@ -128,7 +118,7 @@ class Forwarding(RecordedExchange):
         if not self._sent:
             await self._open_scenario()
         try:
-            await self._append(b"".join([*self._sent, rest]), 200, cut)
+            await self._record(b"".join([*self._sent, rest]), 200, cut)
         except ReefError as error:
             if not self._sent:
                 raise

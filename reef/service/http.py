@@ -30,7 +30,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
-        self._slow = self.loop.call_later(HEAD_SECONDS, self._refuse, 408, "the request's headers took too long")
+        self._head_begins()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_ends()
@@ -44,7 +44,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._read > MAX_HEAD + _CHUNK:
             self._refuse(431, f"the request line and headers are over the limit of {MAX_HEAD} bytes")
         elif self._slow is None:
-            self._slow = self.loop.call_later(HEAD_SECONDS, self._refuse, 408, "the request's headers took too long")
+            self._head_begins()
 
     def on_message_begin(self) -> None:
         self._in_head = True
@@ -64,6 +64,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(431, f"a request may have {MAX_HEADERS} headers and {MAX_HEAD} bytes before its body")
         else:
             self._refuse(400, msg)
+
+    def _head_begins(self) -> None:
+        self._slow = self.loop.call_later(HEAD_SECONDS, self._refuse, 408, "the request's headers took too long")
 
     def _head_ends(self) -> None:
         self._in_head = False

@@ -19,10 +19,10 @@ from prometheus_client import Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reef.metrics import REQUEST_SECONDS, REQUESTS
+from reef.service.failures import CLIENT_CLOSED_REQUEST
 from reef.tracing import request_span
 
 REQUEST_ID = b"x-request-id"
-CLIENT_LEFT = 499  # nothing was answered
 
 _ALLOWED = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
 
@@ -74,7 +74,7 @@ class Observer:
             return
         request_id = self._request_id(scope)
         seen = Observed(request_id.decode("ascii"))
-        status = CLIENT_LEFT
+        status = CLIENT_CLOSED_REQUEST
 
         async def send_named(message: Message) -> None:
             nonlocal status

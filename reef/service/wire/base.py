@@ -21,6 +21,15 @@ from reef.runtime.interfaces import Grammar, SamplingParams
 
 Body = TypeVar("Body")
 
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
+"""Of both APIs, by status; for the others each has names of its own."""
+
 
 @dataclass(slots=True, kw_only=True)
 class ChatCall:

@@ -16,6 +16,7 @@ from reef.inference.chat.messages import Conversation, Message, Tool, ToolCall, 
 from reef.inference.chat.pieces import Kind, joined
 from reef.runtime.interfaces import Ending, SamplingParams
 from reef.service.wire.base import (
+    ERROR_TYPES,
     MAX_TOOLS,
     Api,
     ChatCall,
@@ -460,19 +461,11 @@ def model_body(model: str, created: str) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------------------- errors
 
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    409: "conflict_error",
-    429: "rate_limit_error",
-}
-
 
 def error_body(error: ReefError, status: int | None = None) -> bytes:
     """The JSON of an error in this API's shape."""
     status = status or http_status(error)
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     if isinstance(error, RequestTooLarge):
         kind = "request_too_large"
     elif isinstance(error, Unavailable):

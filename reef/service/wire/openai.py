@@ -16,7 +16,7 @@ from reef.errors import InvalidRequest, ReefError, http_status
 from reef.inference.chat.choice import Choice, TokenLogprob
 from reef.inference.chat.messages import Tool
 from reef.runtime.interfaces import SamplingParams
-from reef.service.wire.base import ChatCall, ToolName
+from reef.service.wire.base import ERROR_TYPES, ChatCall, ToolName
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -168,14 +168,6 @@ def event(data: Any) -> bytes:
 
 # ---------------------------------------------------------------------------------------------- errors and models
 
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    409: "conflict_error",
-    429: "rate_limit_error",
-}
-
 
 def error_body(error: ReefError, status: int | None = None) -> bytes:
     """The JSON of an error in this API's shape."""
@@ -184,7 +176,7 @@ def error_body(error: ReefError, status: int | None = None) -> bytes:
 
 def error_detail(error: ReefError, status: int | None = None) -> dict[str, Any]:
     status = status or http_status(error)
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     param = error.field if isinstance(error, InvalidRequest) else None
     message = str(error) if param is None or param in str(error) else f"{param}: {error}"
     return {"message": message, "type": kind, "param": param, "code": error_code(error)}
