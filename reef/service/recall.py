@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -76,10 +77,30 @@ class Recall:
             raise NotFound(f"there is no response {response_id!r}")
         return stored.response
 
+    async def delete(self, scenario: str, response_id: str) -> None:
+        """Make a stored response unknown for ever; what was recorded stays. Raises NotFound."""
+        await self.response(scenario, response_id)
+        receipt = response_id.removeprefix(ID_PREFIX)
+        deletion = InferenceRecord(
+            record_id=_deletion(receipt),
+            scenario=scenario,
+            created_at=time.time(),
+            route=f"DELETE {RESPONSES.route}",
+            request=b"",
+            response=b"",
+            status=200,
+            release_id=None,
+            generations=[],
+            parent_id=receipt,
+            train=False,
+        )
+        await self._storage.append(deletion)
+
     async def _stored(self, scenario: str, receipt: str) -> Stored | None:
         if not is_name(receipt):
             return None
-        record = (await self._storage.get(scenario, [receipt])).get(receipt)
+        found = await self._storage.get(scenario, [receipt, _deletion(receipt)])
+        record = None if _deletion(receipt) in found else found.get(receipt)
         if not isinstance(record, InferenceRecord) or record.route != RESPONSES.route or record.status != 200:
             return None
         if record.purged or record.redacted:  # it is known, but not what it said
@@ -137,3 +158,8 @@ class Recall:
             await self._chat.recall(request, record.generations, record.record_id)
         except InvalidRequest:  # another model's template took what this one refuses
             log.debug("record %s is not a conversation of this model", record.record_id)
+
+
+def _deletion(receipt: str) -> str:
+    """The id of the record that says that a response was deleted; no client can choose such a one."""
+    return f"{receipt}:deleted"

@@ -23,16 +23,15 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from reef.errors import InvalidRequest, ReefError, Unavailable
+from reef.inference.chat.grammars import WHITESPACE
 from reef.inference.chat.tokenizer import ChatTokenizer
 from reef.runtime.interfaces import Grammar
 
 log = logging.getLogger(__name__)
 
 FIELD = "sampling.grammar"
-KINDS = ("json_schema", "json_object", "regex", "choice")
+KINDS = ("json_schema", "json_object", "regex", "choice", "lark")
 
-# One space, or a new line with its indentation: a weak model would else write white space until its tokens are spent.
-_WHITESPACE = r" |\r?\n[ \t]{0,40}"
 _CACHED = 128  # compiled grammars
 _ABANDONED = 2  # compilations that outlive their time, before no other is begun
 _LIMITS = LLParserLimits(verbose_errors=False)
@@ -103,9 +102,23 @@ class _Tokens:
         self.eos_token_id = min(end_ids)
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(count)]
         self.special_token_ids = sorted(tokenizer.special_ids.union(end_ids))
+        self._ids = {token: token_id for token_id, token in enumerate(self.tokens) if token}
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._tokenizer.encode_now(text if isinstance(text, str) else text.decode(errors="replace"))
+        """What the text is forced to be written with, so it must spell exactly that: no tokenizer's space before it."""
+        wanted = text.encode() if isinstance(text, str) else text
+        ids = self._tokenizer.encode_now(wanted.decode(errors="replace"), goes_on=True)
+        if b"".join(self.tokens[token_id] for token_id in ids) == wanted:
+            return ids
+        return self._longest(wanted)
+
+    def _longest(self, wanted: bytes) -> list[int]:
+        found: list[int] = []
+        while wanted:
+            token = next(wanted[:size] for size in range(len(wanted), 0, -1) if wanted[:size] in self._ids)
+            found.append(self._ids[token])
+            wanted = wanted[len(token) :]
+        return found
 
 
 def check_grammar(grammar: Grammar, max_bytes: int) -> None:
@@ -122,6 +135,8 @@ def _source(grammar: Grammar) -> str:
     """The grammar in llguidance's terms. Raises InvalidRequest."""
     if grammar.kind == "regex":
         return str(LLMatcher.grammar_from_regex(grammar.value))
+    if grammar.kind == "lark":
+        return str(LLMatcher.grammar_from_lark(grammar.value))
     if grammar.kind == "choice":
         choices = _json(grammar)
         if not (isinstance(choices, list) and choices and all(isinstance(one, str) and one for one in choices)):
@@ -130,7 +145,7 @@ def _source(grammar: Grammar) -> str:
     schema = _json(grammar) if grammar.kind == "json_schema" else {"type": "object"}
     if not isinstance(schema, dict):
         raise InvalidRequest(f"json_schema must be a JSON object, got {grammar.value[:60]!r}", FIELD)
-    return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE}))
+    return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE}))
 
 
 def _json(grammar: Grammar) -> Any:

@@ -184,9 +184,7 @@ def _conversation(given: CountBody) -> Conversation:
     for index, turn in enumerate(given.messages):
         messages += _messages(turn, f"messages[{index}]")
     config = given.output_config or OutputConfig()
-    form, form_field = config.format, "output_config.format"
-    if form is None and given.output_format is not None:
-        form, form_field = given.output_format, "output_format"
+    form = config.format or given.output_format
     choice = given.tool_choice or ToolChoice("auto")
     last = messages[-1]
     conversation = Conversation(
@@ -202,7 +200,7 @@ def _conversation(given: CountBody) -> Conversation:
     )
     if choice.type == "tool" and choice.name is None:
         raise InvalidRequest("a choice of type tool needs a name", "tool_choice.name")
-    check_choice(conversation, "tool_choice", form_field)
+    check_choice(conversation)
     return conversation
 
 

@@ -246,7 +246,7 @@ def _conversation(given: ResponsesBody) -> Conversation:
         effort=given.reasoning.effort if given.reasoning else None,
     )
     conversation = _chosen(conversation, given.tool_choice)
-    check_choice(conversation, "tool_choice", "text.format")
+    check_choice(conversation)
     return conversation
 
 
