@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from reef.errors import InvalidRequest, NotFound, ReefError
@@ -16,7 +17,7 @@ from reef.service.request import is_name
 from reef.service.wire.base import Api, ChatCall
 from reef.service.wire.chat import CHAT
 from reef.service.wire.messages import MESSAGES
-from reef.service.wire.responses import ID_PREFIX, ResponsesCall, Stored, read_stored
+from reef.service.wire.responses import ID_PREFIX, ResponsesCall, Stored, read_stored, referred
 from reef.service.wire.responses_writer import RESPONSES
 
 log = logging.getLogger("reef.service")
@@ -54,21 +55,34 @@ class Recall:
 
     async def goes_on(self, scenario: str, call: ChatCall) -> ChatCall:
         """The call with all that came before it. Raises InvalidRequest if that is not stored."""
-        if not isinstance(call, ResponsesCall) or call.goes_on_from is None:
+        if not isinstance(call, ResponsesCall) or not call.refers:
             return call
         items: list[dict[str, Any]] = []
         receipts: list[str] = []
-        receipt: str | None = call.goes_on_from
-        while len(receipts) < MAX_CHAIN:
-            if receipt is None:
-                return call.after(items, receipts)
+        receipt = call.goes_on_from
+        while receipt is not None:
+            if len(receipts) == MAX_CHAIN:
+                raise InvalidRequest(f"at most {MAX_CHAIN} responses may be chained", "previous_response_id")
             stored = await self._stored(scenario, receipt)
             if stored is None:
                 raise InvalidRequest(f"there is no response '{ID_PREFIX}{receipt}'", "previous_response_id")
             items = [*stored.items, *stored.response["output"], *items]
             receipts.append(receipt)
             receipt = stored.goes_on_from
-        raise InvalidRequest(f"at most {MAX_CHAIN} responses may be chained", "previous_response_id")
+        items = [await self._item(scenario, item) for item in items]
+        own = [await self._item(scenario, item) for item in call.items]
+        return replace(call, items=own).after(items, receipts)
+
+    async def _item(self, scenario: str, item: dict[str, Any]) -> dict[str, Any]:
+        """The item, or the stored one that it refers to. Raises InvalidRequest if there is none."""
+        name = referred(item)
+        if name is None:
+            return item
+        stored = await self._stored(scenario, name.partition("_")[2].rpartition("_")[0])
+        for found in stored.response["output"] if stored is not None else ():
+            if found["id"] == name:
+                return dict(found)
+        raise InvalidRequest(f"there is no stored item {name!r}", "input")
 
     async def response(self, scenario: str, response_id: str) -> dict[str, Any]:
         """A stored response. Raises NotFound."""

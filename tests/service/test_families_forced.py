@@ -70,12 +70,9 @@ def test_a_call_or_the_answer_in_its_form(real):
     """Which of them is up to the model; the bias of a token that begins one of them decides here."""
     tokenizer = tokenizer_of(real.name)
     form = tokenizer.format.tools
-    opening = (form.begin + form.call.format(name="paint", quoted='"paint"'))[:9]
-    starts = {"call": opening, "answer": '{"k'}
+    starts = {"call": form.begin + form.call.format(name="paint", quoted='"paint"'), "answer": '{"kind'}
     if real.name == "gpt-oss":
         starts = {"call": "commentary", "answer": "final"}
-    elif real.name == "llama":
-        starts = {"call": '{"name', "answer": '{"kind'}
     for wanted, text in starts.items():
         others = starts["answer" if wanted == "call" else "call"]
         ids, other = tokenizer.encode_now(text, goes_on=True), tokenizer.encode_now(others, goes_on=True)

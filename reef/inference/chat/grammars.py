@@ -78,7 +78,7 @@ class CallGrammars:
         if self._form.json_arguments:
             return [_json(schema)]
         properties, required = schema.get("properties"), schema.get("required") or ()
-        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         found = ['""']
         for name, inner in properties.items() if isinstance(properties, dict) else ():
             parameter = _parameter(name, {**shared, **(inner if isinstance(inner, dict) else {})})

@@ -102,7 +102,9 @@ class _Tokens:
         self.eos_token_id = min(end_ids)
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(count)]
         self.special_token_ids = sorted(tokenizer.special_ids.union(end_ids))
-        self._ids = {token: token_id for token_id, token in enumerate(self.tokens) if token}
+        special = set(self.special_token_ids)
+        self._ids = {token: token_id for token_id, token in enumerate(self.tokens) if token and token_id not in special}
+        self._longest_token = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str | bytes) -> list[int]:
         """What the text is forced to be written with, so it must spell exactly that: no tokenizer's space before it."""
@@ -113,11 +115,15 @@ class _Tokens:
         return self._longest(wanted)
 
     def _longest(self, wanted: bytes) -> list[int]:
+        """By the longest token each time. Ends early where no token goes on."""
         found: list[int] = []
         while wanted:
-            token = next(wanted[:size] for size in range(len(wanted), 0, -1) if wanted[:size] in self._ids)
-            found.append(self._ids[token])
-            wanted = wanted[len(token) :]
+            sizes = range(min(len(wanted), self._longest_token), 0, -1)
+            size = next((size for size in sizes if wanted[:size] in self._ids), 0)
+            if size == 0:
+                break
+            found.append(self._ids[wanted[:size]])
+            wanted = wanted[size:]
         return found
 
 

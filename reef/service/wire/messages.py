@@ -27,6 +27,7 @@ from reef.service.wire.base import (
     decode_body,
     schema_grammar,
 )
+from reef.service.wire.openai import refuse
 
 _ENCODER = msgspec.json.Encoder()
 
@@ -38,6 +39,34 @@ class TextBlock(Struct, forbid_unknown_fields=True):
     type: str = "text"
     cache_control: Any = None  # ignored: caching is the engine's own business
     citations: Any = None
+
+
+class NoCitations(Struct, forbid_unknown_fields=True):
+    enabled: Literal[False] = False
+
+
+class TextSource(Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    data: str
+    media_type: str | None = None
+
+
+class DocumentBlock(Struct, forbid_unknown_fields=True):
+    source: TextSource
+    title: str | None = None
+    context: str | None = None
+    type: str = "document"
+    citations: NoCitations | None = None
+    cache_control: Any = None
+
+
+class SearchResultBlock(Struct, forbid_unknown_fields=True):
+    source: str
+    title: str
+    content: list[TextBlock]
+    type: str = "search_result"
+    citations: NoCitations | None = None
+    cache_control: Any = None
 
 
 class ThinkingBlock(Struct, forbid_unknown_fields=True):
@@ -149,15 +178,14 @@ class MessagesBody(CountBody, kw_only=True, forbid_unknown_fields=True):
 
 _DECODER = msgspec.json.Decoder(MessagesBody)
 _COUNT_DECODER = msgspec.json.Decoder(CountBody)
+_CHANGES_NOTHING = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
 _FIELDS = {"reasoning_effort": "output_config.effort", "stop": "stop_sequences"}
 
 
 def parse_messages(body: bytes) -> ChatCall:
     """Raises InvalidRequest naming the field."""
     given = decode_body(_DECODER, body)
-    for name in ("container", "mcp_servers", "context_management"):
-        if getattr(given, name):
-            raise InvalidRequest(f"{name} cannot be honoured by this deployment", name)
+    refuse(given, {"container": (), "mcp_servers": ([],), "context_management": _CHANGES_NOTHING})
     sampling = SamplingParams(
         temperature=1.0 if given.temperature is None else given.temperature,
         top_p=1.0 if given.top_p is None else max(given.top_p, 1e-6),
@@ -168,7 +196,7 @@ def parse_messages(body: bytes) -> ChatCall:
         conversation=_conversation(given),
         sampling=sampling,
         max_tokens=given.max_tokens,
-        fields={**_FIELDS, "grammar": "output_config.format" if given.output_config else "tools"},
+        fields={**_FIELDS, "grammar": _form(given)[1]},
         stream=bool(given.stream),
         call_prefix="toolu_",
     )
@@ -183,8 +211,7 @@ def _conversation(given: CountBody) -> Conversation:
     messages = [] if given.system is None else [Message(role="system", content=_joined_text(given.system, "system"))]
     for index, turn in enumerate(given.messages):
         messages += _messages(turn, f"messages[{index}]")
-    config = given.output_config or OutputConfig()
-    form = config.format or given.output_format
+    config, (form, _) = given.output_config or OutputConfig(), _form(given)
     choice = given.tool_choice or ToolChoice("auto")
     last = messages[-1]
     conversation = Conversation(
@@ -202,6 +229,13 @@ def _conversation(given: CountBody) -> Conversation:
         raise InvalidRequest("a choice of type tool needs a name", "tool_choice.name")
     check_choice(conversation)
     return conversation
+
+
+def _form(given: CountBody) -> tuple[Format | None, str]:
+    """The form of the answer, and the field that a grammar comes from."""
+    if given.output_config is not None and given.output_config.format is not None:
+        return given.output_config.format, "output_config.format"
+    return given.output_format, "output_format" if given.output_format is not None else "tools"
 
 
 def _thinking(given: Thinking | None) -> bool | None:
@@ -265,8 +299,15 @@ def _joined_text(content: str | list[dict[str, Any]], field: str) -> str:
 
 
 def _text(block: dict[str, Any], field: str) -> str:
-    if block.get("type") != "text":
-        raise InvalidRequest(f"a content block of type {block.get('type')!r} cannot be honoured", field)
+    kind = block.get("type")
+    if kind == "document":
+        document = converted(block, DocumentBlock, field)
+        return "\n\n".join(filter(None, (document.title, document.context, document.source.data)))
+    if kind == "search_result":
+        result = converted(block, SearchResultBlock, field)
+        return "\n\n".join([result.title, result.source, *(part.text for part in result.content)])
+    if kind != "text":
+        raise InvalidRequest(f"a content block of type {kind!r} cannot be honoured", field)
     return converted(block, TextBlock, field).text
 
 
