@@ -78,7 +78,8 @@ def test_a_call_or_the_answer_in_its_form(real):
         ids, other = tokenizer.encode_now(text, goes_on=True), tokenizer.encode_now(others, goes_on=True)
         at = next(index for index, pair in enumerate(zip(ids, other, strict=False)) if pair[0] != pair[1])
         bias = {str(ids[at]): 100, str(other[at]): -100}
-        message = create(real.gateway, response_format=FORMAT, logit_bias=bias).choices[0].message
+        asked = {"response_format": FORMAT, "logit_bias": bias, "parallel_tool_calls": False}
+        message = create(real.gateway, **asked).choices[0].message
         if wanted == "call":
             assert_calls(message.tool_calls)
         else:

@@ -274,7 +274,7 @@ def test_a_deleted_response_is_not_found_again_and_its_record_stays(gateway):
     with pytest.raises(openai.NotFoundError):
         gateway.openai.responses.delete("resp_unknown")
     with pytest.raises(openai.NotFoundError):
-        gateway.openai.responses.with_options(default_headers={"x-reef-scenario": "other"}).delete(first.id)
+        gateway.openai.responses.delete(first.id, extra_headers={"x-reef-scenario": "other"})
     gateway.openai.responses.delete(first.id)
     for gone in (gateway.openai.responses.retrieve, gateway.openai.responses.delete):
         with pytest.raises(openai.NotFoundError):
