@@ -71,18 +71,18 @@ class CallGrammars:
 
     def _text(self, text: str) -> list[str]:
         parts = filter(None, self._split.split(text))
-        return [f"<[{self._special[part]}]>" if part in self._special else _quoted(part) for part in parts]
+        return [f"<[{self._special[part]}]>" if part in self._special else json.dumps(part) for part in parts]
 
     def _arguments(self, tool: Tool) -> list[str]:
         schema = _object(tool)
         if self._form.json_arguments:
             return [_json(schema)]
-        properties, required = schema.get("properties"), schema.get("required") or ()
+        properties, required = schema.get("properties"), schema.get("required")
         shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         found = ['""']
         for name, inner in properties.items() if isinstance(properties, dict) else ():
             parameter = _parameter(name, {**shared, **(inner if isinstance(inner, dict) else {})})
-            found.append(f"({parameter}){'' if name in required else '?'}")
+            found.append(f"({parameter}){'' if isinstance(required, list) and name in required else '?'}")
         return found
 
 
@@ -92,12 +92,12 @@ def _object(tool: Tool) -> dict[str, Any]:
 
 def _parameter(name: str, schema: dict[str, Any]) -> str:
     """A parameter in XML; text where `calls.FunctionScanner` reads text."""
-    opening, closing = _quoted(f"<parameter={name}>\n"), "\n</parameter>\n"
+    opening, closing = json.dumps(f"<parameter={name}>\n"), "\n</parameter>\n"
     if schema.get("type", "string") != "string":
-        return f"{opening} {_json(schema)} {_quoted(closing)}"
+        return f"{opening} {_json(schema)} {json.dumps(closing)}"
     choices = schema.get("enum")
     if isinstance(choices, list) and choices and all(isinstance(choice, str) and choice for choice in choices):
-        return f"{opening} ({' | '.join(map(_quoted, choices))}) {_quoted(closing)}"
+        return f"{opening} ({' | '.join(map(json.dumps, choices))}) {json.dumps(closing)}"
     return f"{opening} text"
 
 
@@ -106,10 +106,6 @@ _TEXT = r'text[suffix="\n</parameter>\n"]: /(?s:.*)/'
 
 def _lark(*rules: Sequence[str]) -> Grammar:
     return Grammar("lark", "\n".join([*(f"{name}: {' '.join(body)}" for name, *body in rules), _TEXT]))
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _json(schema: Mapping[str, Any]) -> str:

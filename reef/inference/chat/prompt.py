@@ -82,7 +82,8 @@ class PromptBuilder:
 
     def _lead(self, conversation: Conversation, text: str) -> tuple[str, Grammar | None]:
         form, calls, answer = self.tokenizer.format, self._calls, conversation.grammar
-        skipped, tools, parallel = form.answer_lead(text), conversation.tools, conversation.parallel_calls
+        tools, parallel, prefill = conversation.tools, conversation.parallel_calls, conversation.prefill
+        skipped = "" if prefill else form.answer_lead(text)
         header = form.tools is not None and form.tools.start == "header"
         if conversation.tool_choice == "required":
             if calls is None:
@@ -92,7 +93,7 @@ class PromptBuilder:
             return ("" if header else skipped) + lead, grammar
         if answer is None:
             return "", None
-        if calls is None or not tools or conversation.tool_choice == "none":
+        if calls is None or not tools or prefill or conversation.tool_choice == "none":
             return skipped, answer
         begin, lead = (skipped, "") if header else ("", skipped)
         return lead, calls.answer_or_calls(answer, tools, begin, parallel=parallel)

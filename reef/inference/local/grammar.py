@@ -139,6 +139,13 @@ def check_grammar(grammar: Grammar, max_bytes: int) -> None:
 
 def _source(grammar: Grammar) -> str:
     """The grammar in llguidance's terms. Raises InvalidRequest."""
+    try:
+        return _translated(grammar)
+    except (ValueError, RecursionError) as error:  # half a character, say
+        raise InvalidRequest(f"{grammar.kind}: {error}", FIELD) from error
+
+
+def _translated(grammar: Grammar) -> str:
     if grammar.kind == "regex":
         return str(LLMatcher.grammar_from_regex(grammar.value))
     if grammar.kind == "lark":

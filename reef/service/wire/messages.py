@@ -27,9 +27,7 @@ from reef.service.wire.base import (
     decode_body,
     schema_grammar,
 )
-from reef.service.wire.openai import refuse
-
-_ENCODER = msgspec.json.Encoder()
+from reef.service.wire.openai import ENCODER, explained, named_event, refuse
 
 # ---------------------------------------------------------------------------------------------- requests
 
@@ -178,7 +176,7 @@ class MessagesBody(CountBody, kw_only=True, forbid_unknown_fields=True):
 
 _DECODER = msgspec.json.Decoder(MessagesBody)
 _COUNT_DECODER = msgspec.json.Decoder(CountBody)
-_CHANGES_NOTHING = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
+_CHANGES_NOTHING: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
 _FIELDS = {"reasoning_effort": "output_config.effort", "stop": "stop_sequences"}
 
 
@@ -362,13 +360,13 @@ class MessagesWriter(Writer):
             elif piece.kind is Kind.CALL:
                 content.append(_tool_use(next(calls)))
         message = self._message(choice, content, *_stop(choice, self.call.sampling.stop))
-        return _ENCODER.encode({**message, **self._receipt()})
+        return ENCODER.encode({**message, **self._receipt()})
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         self._call_id = choices[0].answer.call_id
         message = self._message(choices[0], [], None, None)
         message["usage"]["output_tokens"] = 0
-        return _event("message_start", message=message)
+        return named_event("message_start", message=message)
 
     def delta(self, delta: Delta) -> bytes:
         parts = []
@@ -388,13 +386,13 @@ class MessagesWriter(Writer):
     def closing(self, delta: Delta, choices: Sequence[Choice]) -> bytes:
         choice = choices[0]
         reason, sequence = _stop(choice, self.call.sampling.stop)
-        last = _event(
+        last = named_event(
             "message_delta",
             delta={"stop_reason": reason, "stop_sequence": sequence},
             usage=_usage(choice),
             **self._receipt(),
         )
-        return self._end() + last + _event("message_stop")
+        return self._end() + last + named_event("message_stop")
 
     def failure(self, error: ReefError) -> bytes:
         return b"event: error\ndata: " + error_body(error) + b"\n\n"
@@ -406,7 +404,7 @@ class MessagesWriter(Writer):
         end = self._end()
         self._open = kind
         self._block += 1
-        return end + _event("content_block_start", index=self._block, content_block=block)
+        return end + named_event("content_block_start", index=self._block, content_block=block)
 
     def _end(self) -> bytes:
         if self._open is None:
@@ -415,10 +413,10 @@ class MessagesWriter(Writer):
         if self._open is Kind.REASONING:
             signed = self._delta({"type": "signature_delta", "signature": self.record_id})
         self._open = None
-        return signed + _event("content_block_stop", index=self._block)
+        return signed + named_event("content_block_stop", index=self._block)
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
-        return _event("content_block_delta", index=self._block, delta=delta)
+        return named_event("content_block_delta", index=self._block, delta=delta)
 
     def _empty_call(self, name: str) -> dict[str, Any]:
         self._calls += 1
@@ -474,17 +472,13 @@ def _usage(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _event(name: str, **fields: Any) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + _ENCODER.encode({"type": name, **fields}) + b"\n\n"
-
-
 def count_body(tokens: int) -> bytes:
-    return _ENCODER.encode({"input_tokens": tokens})
+    return ENCODER.encode({"input_tokens": tokens})
 
 
 def models_body(models: Sequence[str], created: str) -> bytes:
     """`created` is a time in RFC 3339."""
-    return _ENCODER.encode(
+    return ENCODER.encode(
         {
             "data": [model_body(model, created) for model in models],
             "has_more": False,
@@ -509,9 +503,8 @@ def error_body(error: ReefError, status: int | None = None) -> bytes:
         kind = "request_too_large"
     elif isinstance(error, Unavailable):
         kind = "overloaded_error"
-    field = error.field if isinstance(error, InvalidRequest) else None
-    message = str(error) if field is None or field in str(error) else f"{field}: {error}"
-    return _ENCODER.encode({"type": "error", "error": {"type": kind, "message": message}, "request_id": None})
+    message, _ = explained(error)
+    return ENCODER.encode({"type": "error", "error": {"type": kind, "message": message}, "request_id": None})
 
 
 MESSAGES = Api("/v1/messages", parse_messages, MessagesWriter)

@@ -13,12 +13,14 @@ from tests.conftest import needs
 
 needs("llguidance", "torch")
 
+from reef.errors import InvalidRequest  # noqa: E402
+from reef.inference.chat.formats import TOOL_FORMATS  # noqa: E402
 from reef.inference.chat.grammars import CallGrammars  # noqa: E402
-from reef.inference.chat.messages import Conversation, Message, Tool  # noqa: E402
+from reef.inference.chat.messages import Conversation, Message, Tool, ToolCall  # noqa: E402
 from reef.inference.chat.parser import OutputParser  # noqa: E402
 from reef.inference.chat.pieces import Answer  # noqa: E402
 from reef.inference.chat.service import ChatService  # noqa: E402
-from reef.inference.local.grammar import GrammarVocabulary  # noqa: E402
+from reef.inference.local.grammar import GrammarVocabulary, check_grammar  # noqa: E402
 from reef.runtime.interfaces import Grammar  # noqa: E402
 from tests.inference.chat.engines import FakeEngine  # noqa: E402
 from tests.inference.chat.families import FAMILIES, VOCABULARY, end_of, tokenizer_of  # noqa: E402
@@ -74,7 +76,7 @@ class Case:
     def read(self, text: str) -> Answer:
         parser = OutputParser(
             self.form.table(with_tools=True), {tool.name: tool.parameters for tool in self.asked.tools},
-            reasoning=self.prompt.starts_reasoning,
+            start="reasoning" if self.prompt.starts_reasoning else "",
         )  # fmt: skip
         answer = Answer()
         answer.add([*parser.push(self.prompt.lead), *parser.push(text), *parser.finish()])
@@ -140,6 +142,25 @@ def test_the_answer_may_stand_in_their_place(either):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_the_template_tells_of_the_tools_and_writes_calls_as_they_are_read(name):
+    tokenizer = tokenizer_of(name)
+    asked = tokenizer.template.render([HELLO], [F, NOW])
+    assert '"f"' in asked and '"get-time"' in asked and tokenizer.template.knows_tools
+    assert tokenizer.format.tools is TOOL_FORMATS[name], "it tells the format, too"
+    said = [("f", {"a": "x} é", "n": 3}), ("get-time", {})][: 1 if name == "gpt-oss" else 2]
+    turn = Message(
+        role="assistant", content="", tool_calls=[ToolCall("call_1", tool, json.dumps(given)) for tool, given in said]
+    )
+    whole = tokenizer.template.render([HELLO, turn], [F, NOW], ask=False)
+    before = asked if whole.startswith(asked) else tokenizer.template.render([HELLO], [F, NOW], ask=False)
+    said_so = whole.removeprefix(before).rstrip().removesuffix(FAMILIES[name].special.split()[0])
+    answer = Answer()
+    parser = OutputParser(tokenizer.format.table(with_tools=True), {"f": F.parameters, "get-time": NOW.parameters})
+    answer.add([*parser.push(said_so), *parser.finish()])
+    assert [(call.name, json.loads(call.arguments)) for call in answer.tool_calls] == said
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tool", ["f", None])
 def test_what_is_forced_is_a_call(name, tool, run):
     tested = Case(name, conversation(tool_choice="required", tool_name=tool), run)
@@ -189,6 +210,35 @@ def test_parameters_in_xml_have_the_values_of_their_schemas(run):
     text = arguments_of("qwen-coder", given) + "</function>\n</tool_call>"
     assert tested.accepts(text) and json.loads(tested.read(text).tool_calls[0].arguments) == given
     assert not tested.accepts(text.replace("red", "green")) and not tested.accepts(text.replace("true", "maybe"))
+
+
+@pytest.mark.parametrize("name", ["qwen-coder", "llama", "gpt-oss"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"required": 5, "properties": {"a": {}}}, {"required": {"a": 1}, "properties": 5}, {"properties": {"a": 5}},
+        {"properties": {"\ud800": {}}}, {"properties": {"\U0001f600\n\"": {"enum": ["é", "\U0001f600", "\x00"]}}},
+        {"properties": {"a": {"enum": ["\ud800"]}}}, {"properties": {"a": {"type": ["string", 5]}}}, {"type": []},
+        {"properties": {"a": {"type": "integer", "minimum": float("inf")}}}, {"$ref": "#/nowhere"}, {"$ref": 5},
+        {"properties": {"": {"type": "boolean", "$ref": "#"}}}, {"$defs": 5, "properties": {"a": {"type": "wat"}}},
+    ],
+)  # fmt: skip
+def test_whatever_a_schema_is_the_grammar_is_one_or_the_clients_fault(name, schema):
+    tokenizer = tokenizer_of(name)
+    made = CallGrammars(tokenizer.format.tools, {})
+    tools = [Tool(name="f", parameters=schema), NOW]
+    compiled = GrammarVocabulary(tokenizer, VOCABULARY, [end_of(name)]).compile
+    answer = Grammar("json_schema", json.dumps({"$schema": "x", **schema}))
+    for grammar in (
+        made.forced(tools, parallel=True)[1],
+        made.forced(tools[:1], parallel=True)[1],
+        made.answer_or_calls(answer, tools, "", parallel=True),
+    ):
+        try:
+            check_grammar(grammar, 10_000)
+            compiled(grammar)
+        except InvalidRequest as error:
+            assert error.field == "sampling.grammar"
 
 
 def test_special_tokens_are_not_spelled(run):
