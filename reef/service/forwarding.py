@@ -29,7 +29,7 @@ from reef.service.failures import CLIENT_CLOSED_REQUEST, stream_failure
 from reef.service.gateway import Gateway
 from reef.service.request import RECEIPT_HEADER, RequestHead, new_record_id
 
-WATCH_AFTER = 0.02
+WATCH_AFTER = 0.25
 """Seconds before anybody looks whether the client is still there; most answers are back by then."""
 
 _USAGE = re.compile(
