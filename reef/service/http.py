@@ -92,7 +92,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self.scope[BODY_ARRIVED] = True  # type: ignore[typeddict-unknown-key]
+        self.scope[BODY_ARRIVED] = True  # type: ignore[literal-required]
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
