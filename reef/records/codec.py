@@ -242,8 +242,6 @@ def _canonical(record: Record) -> Record:
         return replace(record, score=None if record.score is None else float(record.score), sequence=0)
     if isinstance(record, InstructionRecord):
         return replace(record, sequence=0)
-    if not record.generations and not record.sequence:
-        return record
     rounded = [
         replace(
             generation,

@@ -130,13 +130,15 @@ class Forwarding(RecordedExchange):
             await send({"type": "http.response.body", "body": rest, "more_body": False})
 
     async def _send_part(self, headers: Headers, part: bytes, send: Send) -> None:
-        with suppress(OSError):  # the client is gone; the watch sees it too
+        try:
             if not self._sent:
                 self._note_first()
                 await self._open_scenario()
                 await send(_start(200, self._headers(headers, receipt=True)))
             self._sent.append(part)
             await send({"type": "http.response.body", "body": part, "more_body": True})
+        except OSError:
+            pass  # the client is gone; the watch sees it too
 
     async def _open_scenario(self) -> None:
         """Only now: a request that is refused creates nothing."""
