@@ -226,7 +226,7 @@ def test_messages_over_the_limit_are_not_sent(provider, tmp_path, route, content
         answer = ask(reef, route, json.dumps(content).encode())
         assert answer.status_code == 413 and "at most 3 messages, got 4" in message(answer)
         assert field in answer.text and answer.headers["retry-after"] == "60" and len(provider.heads) == before
-        content[field].pop()
-        assert ask(reef, route, json.dumps(content).encode()).status_code == 200
+        fewer = {field: content[field][1:]}
+        assert ask(reef, route, json.dumps(fewer).encode()).status_code == 200
         others = {"prompt": [1, 2, 3, 4, 5], "messages": 5, "input": "a,b,c,d"}
         assert ask(reef, route, json.dumps(others).encode()).status_code == 200
