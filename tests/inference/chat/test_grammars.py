@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import jsonschema
@@ -20,6 +21,7 @@ from reef.inference.chat.messages import Conversation, Message, Tool, ToolCall  
 from reef.inference.chat.parser import OutputParser  # noqa: E402
 from reef.inference.chat.pieces import Answer  # noqa: E402
 from reef.inference.chat.service import ChatService  # noqa: E402
+from reef.inference.chat.tokenizer import ChatTokenizer  # noqa: E402
 from reef.inference.local.grammar import GrammarVocabulary, check_grammar  # noqa: E402
 from reef.runtime.interfaces import Grammar  # noqa: E402
 from tests.inference.chat.engines import FakeEngine  # noqa: E402
@@ -239,6 +241,20 @@ def test_whatever_a_schema_is_the_grammar_is_one_or_the_clients_fault(name, sche
             compiled(grammar)
         except InvalidRequest as error:
             assert error.field == "sampling.grammar"
+
+
+def test_no_grammar_wants_the_space_that_a_tokenizer_puts_before_everything():
+    from tokenizers import normalizers, pre_tokenizers
+
+    inner = copy.deepcopy(tokenizer_of("mistral")._tokenizer)
+    inner.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([])
+    inner.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer = ChatTokenizer(inner)
+    (space, brace) = tokenizer.encode_now("{", goes_on=True)
+    allowed = (
+        GrammarVocabulary(tokenizer, VOCABULARY, [end_of("mistral")]).compile(Grammar("json_object", "")).allowed()
+    )
+    assert allowed[brace] and not allowed[space]
 
 
 def test_special_tokens_are_not_spelled(run):
