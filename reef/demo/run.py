@@ -20,9 +20,10 @@ from rich.markup import escape
 
 from reef.demo import task
 from reef.demo.agent import Agent, Graded, Step, mean_score
-from reef.demo.model import cache_directory, smollm2_directory
+from reef.demo.model import smollm2_directory
 from reef.demo.server import Server
 from reef.demo.show import Screen, TrainingView, save_curve
+from reef.directories import cache_directory
 from reef.errors import ConfigError, ReefError
 
 SCENARIO = "reviews"
