@@ -39,7 +39,8 @@ def replace_file(path: Path, content: bytes, *, durable: bool = False, mode: int
                 os.fsync(file.fileno())
         scratch.rename(path)
     except OSError:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):
+            scratch.unlink()
         raise
     if durable:
         sync_directory(path.parent)
