@@ -243,13 +243,13 @@ def test_a_wrong_secret_is_not_shown() -> None:
         ("reef: [}\n", "deployment.yaml:1:"),
         ("reef: {}\n---\nreef: {}\n", "deployment.yaml:2:"),
         ("reef: {port: !!python/name:os.system }\n", "deployment.yaml:1:"),
-        ("&a [*a]\n", "contains itself"),
+        ("&a [*a]\n", "deployment.yaml:1: found unconstructable recursive node"),
         ("? [a]\n: b\n", "deployment.yaml:1:"),
         ("a: \x00\n", "is not YAML"),
         ("reef: {port: 2024-13-45}\n", "reef.port must be int"),
         ("reef: {port: !!int x}\n", "is not YAML"),
         ("[" * 5000, "nested too deeply"),
-        ("recipe:\n  options: &a\n    again: *a\n", "contains itself"),
+        ("recipe:\n  options: &a\n    again: *a\n", "deployment.yaml:2: found unconstructable recursive node"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_line(tmp_path: Path, text: str, part: str) -> None:
