@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIDDLE = {"records", "artifact", "inference", "train", "recipe"}
-BASE = {"reef", "errors", "points", "directories", "device", "metrics", "tracing", "named", "interfaces"}
+BASE = {"reef", "errors", "points", "directories", "device", "metrics", "tracing", "named", "progress", "interfaces"}
 BELOW_SERVICE = BASE | MIDDLE | {"runtime", "scenario"}
 
 # Which rooms a room may import, besides itself.
@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": {"reef"},
     "tracing": {"reef", "errors"},
     "named": {"reef", "errors"},
+    "progress": {"reef"},
     "interfaces": {"reef", "errors"},
     "client": {"reef", "errors"},
     **dict.fromkeys(MIDDLE, BASE),

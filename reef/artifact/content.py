@@ -93,10 +93,6 @@ class DirectoryContentStore(ContentStore):
             raise StorageError(f"{self._contents}: {error}") from error
         return freed
 
-    def verify(self, content_id: str) -> None:
-        """Read everything again. Raises NotFound, or StorageError naming the content whose bytes changed."""
-        verify_content(self.path(content_id))
-
     def _add_file(self, source: Path, stage: Path, name: str) -> str:
         """Copy one file into the staged content, share it with its blob, and return its hash."""
         staged = stage / "content" / name
