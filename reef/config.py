@@ -82,7 +82,6 @@ class Key:
 
     @property
     def variable(self) -> str:
-        """Name of the environment variable."""
         return f"REEF_{self.dotted}".replace(".", "__").replace("-", "_").upper()
 
     @property

@@ -224,7 +224,6 @@ async def _until_dead(server: Server) -> None:
 
 
 async def _story(screen: Screen, options: Options, agent: Agent) -> Outcome:
-    """Before, during, after, rolled back."""
     examples = task.held_out_examples(options.seed)
     screen.heading(f"Before: {len(examples)} held-out reviews, greedy, no training yet")
     before = await _held_out(screen, agent, examples)

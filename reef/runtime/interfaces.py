@@ -1105,7 +1105,6 @@ class Executor(ABC):
         """Call one worker. The future raises what the method raised, or WorkerDied."""
 
     def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> list[Future[Any]]:
-        """Call the same method on every worker, in order of rank."""
         return [self.rpc(rank, method, *args, **kwargs) for rank in range(self.world_size)]
 
     @abstractmethod

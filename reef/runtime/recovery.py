@@ -105,7 +105,6 @@ class Supervisor:
             self._thread.start()
 
     def nudge(self) -> None:
-        """Something failed: look at once."""
         self._nudged.set()
 
     def close(self) -> None:

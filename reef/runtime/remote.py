@@ -244,7 +244,6 @@ def _keep_alive(connection: socket.socket, seconds: float) -> None:
 
 
 def _error(body: bytes, status: int) -> ReefError:
-    """The error that the coordinator raised, as one of ours."""
     try:
         told = msgspec.msgpack.decode(body, type=dict[str, str])
     except msgspec.MsgspecError:

@@ -388,7 +388,6 @@ class RuntimeScheduler:
         self._task = asyncio.create_task(self._run(), name=f"scheduler:{self._name}", context=Context())
 
     def wake(self) -> None:
-        """Something was reported."""
         self._wake.set()
 
     async def close(self) -> None:

@@ -47,7 +47,6 @@ def build_runtimes(config: ReefConfig, foundation: Foundation) -> Pair:
 
 
 def pair(channel: Channel, config: ReefConfig) -> Pair:
-    """Both sides over one channel, with the handler that the configuration names."""
     inference = EngineRuntime(channel, partial(make_handler, config))
     return CoordinatorRuntime(channel, inference), inference
 
