@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import Progress, TaskID
-
 Told = Callable[[str, int, int], None]
 """Told (what, done, in all); 0 in all: nobody knows."""
 
@@ -15,6 +12,9 @@ Told = Callable[[str, int, int], None]
 @contextmanager
 def bars(wanted: bool = True) -> Iterator[Told]:
     """A bar for each `what` on a terminal's standard error; nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
     console = Console(stderr=True)
     tasks: dict[str, TaskID] = {}
     with Progress(console=console, transient=True, disable=not (wanted and console.is_terminal)) as shown:
