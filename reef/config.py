@@ -529,10 +529,15 @@ def _show(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+_LINE_BREAKS = frozenset("\x85\u2028\u2029")
+
+
 def inline_yaml(value: Any) -> str:
     """`value` as YAML on one line."""
     builtin = msgspec.to_builtins(value)
     text: str = yaml.safe_dump(builtin, default_flow_style=True, width=math.inf, allow_unicode=True)
+    if not _LINE_BREAKS.isdisjoint(text):  # YAML would fold them into spaces
+        text = yaml.safe_dump(builtin, default_flow_style=True, width=math.inf)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

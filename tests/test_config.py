@@ -7,7 +7,7 @@ from runpy import run_path
 import msgspec
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from reef.config import SECTIONS, Key, Resolved, known_keys, nearest_key, resolve, section_keys
@@ -280,6 +280,7 @@ DOCUMENTS = st.recursive(
 
 
 @given(value=DOCUMENTS, dotted=st.sampled_from(sorted(known_keys())))
+@example(value={"\x85": "\u2028"}, dotted="recipe.options")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_file_value_is_a_value_or_a_refusal(value: object, dotted: str, tmp_path: Path) -> None:
     key = known_keys()[dotted]
