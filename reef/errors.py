@@ -160,5 +160,4 @@ HTTP_STATUS: tuple[tuple[type[ReefError], int], ...] = (
 
 
 def http_status(error: ReefError) -> int:
-    """Return the HTTP status for `error`."""
     return next(status for kind, status in HTTP_STATUS if isinstance(error, kind))

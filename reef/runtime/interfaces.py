@@ -908,14 +908,14 @@ class InferenceRuntime(ABC):
         if (reason := self.health()) is not None:
             raise Unavailable(reason)
 
-    @abstractmethod
     async def reports(self) -> list[EngineReport]:
         """What the engines say of themselves; empty while they cannot answer."""
+        return []
 
     @property
-    @abstractmethod
     def pause_phases(self) -> dict[str, float]:
         """Where the time went for which the newest publication held the engines, in seconds; empty before the first."""
+        return {}
 
     @property
     def memory(self) -> dict[str, Any] | None:
@@ -923,9 +923,9 @@ class InferenceRuntime(ABC):
         return None
 
     @property
-    @abstractmethod
     def residency(self) -> dict[str, Any]:
         """What the engines hold besides the base load, for people."""
+        return {}
 
     @abstractmethod
     async def close(self) -> None:
@@ -1107,7 +1107,6 @@ class Executor(ABC):
         """Call one worker. The future raises what the method raised, or WorkerDied."""
 
     def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> list[Future[Any]]:
-        """Call the same method on every worker, in order of rank."""
         return [self.rpc(rank, method, *args, **kwargs) for rank in range(self.world_size)]
 
     @abstractmethod

@@ -60,7 +60,6 @@ class GrammarState:
 
     @property
     def finished(self) -> bool:
-        """Whether the output is complete and nothing may follow."""
         return bool(self._matcher.is_stopped()) and self.error is None
 
     @property
@@ -210,7 +209,6 @@ class GrammarQueue:
 
     @property
     def finished(self) -> bool:
-        """Whether `take` would return anything."""
         return bool(self._finished)
 
     def submit(self, request_id: str, grammar: Grammar) -> GrammarState | None:
