@@ -2,8 +2,8 @@
 
     python -m benchmarks.serving [--streams 16] [--tokens 128] [--rounds 5] [--threads 2] [--json FILE]
 
-Both serve SmolLM2-135M in bfloat16 with the same threads, in turns, and share no prefixes; whoever does not serve sleeps. The way through the
-gateway includes HTTP, the conversation's template, server-sent events, the record of each answer and this program's own
+Both serve SmolLM2-135M in bfloat16 with the same threads, in turns, and share no prefixes; whoever does not serve
+sleeps. The way through the gateway includes HTTP, the template, server-sent events, the record, and this program's own
 reading of the streams, all on the same cores.
 """
 
