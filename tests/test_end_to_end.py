@@ -123,8 +123,7 @@ class Reef:
         env = {**os.environ, **environment}
         done = subprocess.run(command, cwd=self.directory, env=env, capture_output=True, text=True, timeout=90)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr
-        [scenario] = json.loads(done.stdout)["scenarios"]
-        return scenario
+        return next(one for one in json.loads(done.stdout)["scenarios"] if one["scenario"] == "default")
 
     def releases(self) -> list[dict[str, Any]]:
         return self.http.get("/reef/scenarios/default/releases").json()["releases"]

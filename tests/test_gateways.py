@@ -75,6 +75,8 @@ def test_one_trains_the_other_follows_and_takes_over(gateway):
     until("b serves what a released", lambda: b.head() == a.head())
     receipts += [b.ask(seed=10)[0], a.ask(seed=11)[0]]
     assert b.ask(temperature=0.0)[1] == a.ask(temperature=0.0)[1]
+    assert b.http.post("/reef/scenarios", json={"name": "late"}).is_success
+    until("a knows what it is to train", lambda: "late" in a.http.get("/reef/scenarios").text)
     refused = b.http.post("/reef/scenarios/default/rollback")
     assert refused.status_code == 503 and "ask that one" in refused.text and str(a.directory) in refused.text
 

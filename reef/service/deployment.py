@@ -19,6 +19,7 @@ from reef.errors import ConfigError, NotFound, StorageError
 from reef.inference.chat.service import ChatService
 from reef.inference.provider.client import ProviderHandler
 from reef.recipe.lookup import build_evaluator, build_recipe
+from reef.records.config import PostgresConfig
 from reef.records.lock import DirectoryLock
 from reef.records.opening import artifacts_directory, location, open_storage
 from reef.records.retention import keep_purging
@@ -99,7 +100,12 @@ class Deployment:
         storage.prepare = self._redacted
         self.storage: Storage = storage
         self._membership = Membership(
-            self.storage, data, config.storage.lease_seconds, follow=self._follow, take_over=self._take_over
+            self.storage,
+            data,
+            config.storage.lease_seconds,
+            follow=self._follow,
+            take_over=self._take_over,
+            meet=self._meet_others if isinstance(config.storage, PostgresConfig) else None,
         )
         complete, probe_ids = await self._assemble()
         self._services = Services(
@@ -271,6 +277,10 @@ class Deployment:
             if scenario.head.release_id != state.head.release_id:
                 await serve_release(self._training, state.head)
             scenario.follow(state)
+
+    async def _meet_others(self, state: ScenarioState) -> None:
+        """Another process may have made this scenario; it is trained here."""
+        await self.scenario(state.scenario, create=False)
 
     async def _take_over(self, state: ScenarioState) -> None:
         """From now on this process trains: what it knew of the scenario's reports is not what the store says."""

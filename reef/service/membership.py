@@ -36,14 +36,25 @@ class Membership:
     """Construct it before the store is open, `begin` once it is, `watch` once this process serves."""
 
     def __init__(
-        self, storage: Storage, data_dir: Path, seconds: float, *, follow: OnState, take_over: OnState
+        self,
+        storage: Storage,
+        data_dir: Path,
+        seconds: float,
+        *,
+        follow: OnState,
+        take_over: OnState,
+        meet: OnState | None = None,
     ) -> None:
-        """`follow` serves a state that another process committed; `take_over` also makes it the trainer's own."""
+        """`follow` serves a state that another process committed; `take_over` also makes it the trainer's own.
+
+        `meet`: where others may use the database, called with every state while this process trains.
+        """
         self._storage = storage
         self._data_dir = data_dir
         self._seconds = seconds
         self._follow = follow
         self._take_over = take_over
+        self._meet = meet
         self._mine_until = 0.0  # by the monotonic clock
         self._ready = False  # what the store holds is this process's own state
         self._owner = ""
@@ -109,6 +120,9 @@ class Membership:
 
     async def _look(self) -> None:
         if self.trains:
+            if self._meet is not None:
+                for state in await self._storage.scenarios():
+                    await self._meet(state)
             return
         mine = time.monotonic() < self._mine_until
         self._ready = False
