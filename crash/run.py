@@ -299,9 +299,13 @@ class Run:
             self.deployment.wait_until_healthy(RECOVER_SECONDS)
 
     def _quiet(self) -> None:
-        """No reports, and no step in flight."""
-        self.load.reporting.clear()
+        """No reports, no step in flight, and a release to go back from."""
         deadline = time.monotonic() + REACH_SECONDS
+        while not self._head(SCENARIOS[0]):
+            if time.monotonic() > deadline:
+                raise Unrecovered("there is no release to roll back")
+            time.sleep(0.1)
+        self.load.reporting.clear()
         while any(self.deployment.client.get(f"/reef/scenarios/{name}")["in_flight"] for name in SCENARIOS):
             if time.monotonic() > deadline:
                 raise Unrecovered("a step does not end")

@@ -35,8 +35,8 @@ def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         process.wait(10)
 
 
-def ready_url(log: Path, process: subprocess.Popen[bytes]) -> str:
-    deadline = time.monotonic() + 60
+def ready_url(log: Path, process: subprocess.Popen[bytes], seconds: float = 60.0) -> str:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
         for line in log.read_text().splitlines():
             if line.startswith("reef: ready at "):

@@ -21,6 +21,8 @@ from tests.service.conftest import Running  # noqa: E402
 from tests.service.providers import in_front  # noqa: E402
 from tests.test_cli_serve import ready_url  # noqa: E402
 
+pytestmark = pytest.mark.timeout(300)
+
 KEY = "upstream-key"
 MESSAGES = [{"role": "user", "content": "Hello"}]
 TOOL = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
@@ -36,7 +38,7 @@ def upstream(tiny_model: Path, tmp_path_factory) -> Iterator[str]:
     with log.open("wb") as sink:
         process = subprocess.Popen(command, cwd=root, env=environment, stdout=sink, stderr=subprocess.STDOUT)
     try:
-        yield ready_url(log, process)
+        yield ready_url(log, process, seconds=240)  # on a busy machine, importing torch alone takes minutes
     finally:
         process.kill()
         process.wait(10)
