@@ -53,19 +53,16 @@ def draw(
 ) -> Any:
     """Around `Sampler._sample_from_probs`; `probs` are after temperature, [batch, vocabulary]."""
     before = probs if simple_sampling_case else probs.clone()
-    kept, order = (before, None) if simple_sampling_case else _kept(before, sampling_info)
+    kept = before if simple_sampling_case else _kept(before, sampling_info)
     result = original(sampler, probs, sampling_info, positions, simple_sampling_case)
-    redraw(result[0], kept, order, positions, sampling_info.reef_seeds)
+    redraw(result[0], kept, positions, sampling_info.reef_seeds)
     chosen = before.gather(1, result[0].long().view(-1, 1)).view(-1)
     sampling_info.reef_drawn = (chosen if simple_sampling_case else chosen / kept.sum(dim=-1)).log()
     return result
 
 
-def _kept(probs: Any, sampling_info: Any) -> tuple[Any, Any]:
-    """What survives top-k, top-p and min-p, as SGLang's torch sampler applies them, and its order.
-
-    Both [batch, vocabulary]: probabilities from the largest on, zero where filtered out; and whose they are.
-    """
+def _kept(probs: Any, sampling_info: Any) -> Any:
+    """What survives top-k, top-p and min-p, as SGLang's torch sampler applies them; the rest is 0. [batch, vocab]"""
     import torch
 
     ordered, order = probs.sort(dim=-1, descending=True)
@@ -74,4 +71,4 @@ def _kept(probs: Any, sampling_info: Any) -> tuple[Any, Any]:
     kept = (ranks < sampling_info.top_ks.view(-1, 1)) & (before <= sampling_info.top_ps.view(-1, 1))
     if sampling_info.need_min_p_sampling:
         kept &= ordered >= (ordered[:, 0] * sampling_info.min_ps).view(-1, 1)
-    return ordered * kept, order
+    return torch.zeros_like(probs).scatter(1, order, ordered * kept)

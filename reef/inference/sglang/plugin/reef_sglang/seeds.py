@@ -26,15 +26,14 @@ def tell_rows(runner: Any, logits_output: Any, forward_batch: Any) -> None:
     forward_batch.sampling_info.reef_seeds = seeds
 
 
-def redraw(token_ids: Any, kept: Any, order: Any, positions: Any, seeds: dict[int, int]) -> None:
-    """Overwrite `token_ids` [batch] at the seeded rows.
+def redraw(token_ids: Any, kept: Any, positions: Any, seeds: dict[int, int]) -> None:
+    """Overwrite `token_ids` [batch] at the seeded rows. `kept`: probabilities after every filter [batch, vocabulary].
 
-    `kept` are probabilities after every filter [batch, vocabulary], in the order `order`; None: in the vocabulary's.
+    Always in the vocabulary's order: sorted or not depends on what the other rows of the batch want.
     """
     for row, seed in seeds.items():
         total = kept[row].double().cumsum(-1)
-        place = int((total <= uniform(seed, int(positions[row])) * total[-1]).sum())
-        token_ids[row] = place if order is None else order[row, place]
+        token_ids[row] = int((total <= uniform(seed, int(positions[row])) * total[-1]).sum())
 
 
 def uniform(seed: int, position: int) -> float:
