@@ -37,7 +37,7 @@ log = logging.getLogger("reef.sglang")
 
 T = TypeVar("T")
 
-PLUGIN_VERSION = "1"
+PLUGIN_VERSION = "2"
 
 # Trainer and engine run the same model through different kernels; see the local engine for what was measured.
 _PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0, "float16": 0.1}
