@@ -202,17 +202,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         adapters = make_adapters(model, Path(directory))
         for name in names:
-            rounds = [
-                {way: measure(name, model, way, options, adapters) for way in options.ways}
-                for _ in range(options.rounds)
-            ]
-            for way in options.ways:
-                rivals = [one[options.ways[0]] for one in rounds]
-                print(f"  {name:<7}{way:<9} {summary([one[way] for one in rounds], rivals)}", flush=True)
+            found: dict[str, list[Outcome]] = {way: [] for way in options.ways}
+            for _ in range(options.rounds):
+                for way, outcomes in found.items():
+                    outcomes.append(measure(name, model, way, options, adapters))
+                    print(f"  {name:<7}{way:<9} {summary(outcomes, found[options.ways[0]])}", flush=True)
 
 
 def summary(outcomes: list[Outcome], rivals: list[Outcome]) -> str:
-    """`rivals` are the outcomes of the first way in the same rounds."""
+    """Of the rounds so far; `rivals` are the outcomes of the first way in the same rounds."""
     first = sorted(seconds for one in outcomes for seconds in one.first_token)
     last = outcomes[-1]
     gain = statistics.median(rival.processor / one.processor for one, rival in zip(outcomes, rivals, strict=True))
