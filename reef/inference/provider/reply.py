@@ -29,9 +29,10 @@ class Reply:
             raise UpstreamError(f"the provider redirects (status {status}): set inference.upstream-url to where it is")
         return status, headers
 
-    async def read(self) -> bytes:
+    def read(self) -> Awaitable[bytes]:
+        """What has come of the rest; empty at its end."""
         assert self._connection is not None
-        return await self._connection.read()
+        return self._connection.read()
 
     async def whole(self, status: int, headers: Headers) -> bytes:
         """The rest. Raises UpstreamError for what is not JSON, but for errors: those are passed on as they are."""
