@@ -36,6 +36,17 @@ def test_score_is_what_transformers_says(served) -> None:
     assert scores == pytest.approx(rescored(served.model, PROMPT[:1], PROMPT[1:]), abs=1e-4)
 
 
+def test_a_paused_engine_scores_too_and_stays_paused(served) -> None:
+    """As a publication needs it that is tried again on engines that were replaced."""
+    served.backend.pause(PauseMode.RETRACT)
+    try:
+        [scores] = served.backend.score(served.served(), PROMPT)
+        assert served.report().paused
+    finally:
+        served.backend.resume()
+    assert scores == pytest.approx(rescored(served.model, PROMPT[:1], PROMPT[1:]), abs=1e-4)
+
+
 def test_both_log_probabilities_of_a_drawn_token(served) -> None:
     """At temperature 1 of the model, and of the distribution that was drawn from."""
 
@@ -262,7 +273,7 @@ def test_full_weights_serve_one_lane(served, weights, adapters) -> None:
     assert served.to_base() != load.runtime_load_id
 
 
-def test_borrowed_engine_is_verified_and_left_alone(served) -> None:
+def test_borrowed_engine_is_verified_and_left_alone(served, weights) -> None:
     url = served.backend.endpoints()[0]
     closed = sglang_config(served.model, endpoints=[url], options={"disable-radix-cache": True})
     backend = SGLangBackend(closed, mode=PauseMode.IN_PLACE, lora=True)
@@ -277,6 +288,8 @@ def test_borrowed_engine_is_verified_and_left_alone(served) -> None:
     backend.resume()
     backend.close()
     assert served.backend.health() is None and served.report().lanes == {}
+    served.publish(served.fresh(weights[0]), PauseMode.RETRACT)  # its owner cannot know what it was left with
+    served.to_base()
 
 
 def test_handler_verifies_what_it_connects_to(served) -> None:
