@@ -19,13 +19,14 @@ def register() -> None:
         return  # not the scheduler's process
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for name in ("flush_cache", "pause_generation"):
-        HookRegistry.register(f"{_SCHEDULER}.Scheduler.{name}", _Fault(name), HookType.AROUND)
+    for name, answer in (("flush_cache", False), ("pause_generation", None)):
+        HookRegistry.register(f"{_SCHEDULER}.Scheduler.{name}", _Fault(name, answer), HookType.AROUND)
 
 
 class _Fault:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, answer: bool | None) -> None:
         self.__name__ = self.__qualname__ = f"fake_{name}"
+        self._answer = answer
         self._planted = Path(os.environ["FAKE_FAULTS"]) / name
 
     def __call__(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,4 +34,4 @@ class _Fault:
             self._planted.unlink()
         except FileNotFoundError:
             return original(*args, **kwargs)
-        return False  # what a refused flush returns; who asked for a pause looks for nothing
+        return self._answer
