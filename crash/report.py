@@ -44,6 +44,7 @@ class Session(msgspec.Struct, kw_only=True):
     rescored_answers: int = 0
     rescored_across_publications: int = 0
     rescored_cut_streams: int = 0
+    rescored_ill_conditioned: int = 0
     worst_difference_nats: float = 0.0
     misfortunes: dict[str, list[str]] = {}  # name -> problems
     seconds: float = 0.0
@@ -99,6 +100,7 @@ def summary(sessions: Sequence[Session]) -> dict[str, Any]:
         "rescored_answers": sum(session.rescored_answers for session in sessions),
         "rescored_across_publications": sum(session.rescored_across_publications for session in sessions),
         "rescored_cut_streams": sum(session.rescored_cut_streams for session in sessions),
+        "rescored_ill_conditioned": sum(session.rescored_ill_conditioned for session in sessions),
         "worst_difference_nats": max((session.worst_difference_nats for session in sessions), default=0.0),
         "median_seconds_to_healthy": _medians(everything, "health_seconds"),
         "median_seconds_to_serve": _medians(everything, "seconds"),

@@ -107,6 +107,7 @@ class Run:
         session.rescored_answers = self.rescorer.answers
         session.rescored_across_publications = self.rescorer.mixed
         session.rescored_cut_streams = self.rescorer.fragments
+        session.rescored_ill_conditioned = self.rescorer.ill_conditioned
         session.worst_difference_nats = self.rescorer.worst
         session.seconds = time.monotonic() - self._begun
         session.write(self.deployment.directory)

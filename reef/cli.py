@@ -43,7 +43,6 @@ def root() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point; ends the process with an exit code and prints any error as one line."""
     try:
         code = root.main(args=arguments, prog_name="reef", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:

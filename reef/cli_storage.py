@@ -6,21 +6,16 @@ import asyncio
 import os
 import socket
 import sqlite3
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
 
 from reef.errors import ConfigError, StorageError
+from reef.progress import Told, bars
 from reef.records.config import StorageConfig
-from reef.records.moving import Progress, abandon, migrate
+from reef.records.moving import abandon, migrate
 from reef.records.opening import open_storage, storage_at
 from reef.records.retention import BATCH, retention_of
 from reef.records.sqlite import SqliteDatabase
@@ -54,7 +49,7 @@ def migrate_command(source: str, target: str, give_up: bool) -> None:
         abandon(old)
         click.echo(f"given up: {old.name} may serve again, and what {new.name} holds of it never will")
         return
-    with _progress() as told:
+    with bars() as told:
         rows = migrate(old, new, told)
     counts = ", ".join(f"{number:,} {table}" for table, number in rows.items() if number)
     click.echo(f"moved {counts or 'an empty deployment'}: the same in both, by count and hash")
@@ -67,12 +62,12 @@ def compact(config: StorageConfig, data_dir: Path) -> None:
         raise ConfigError(
             "storage.retention-days, -gib and -unreported-days are 0, so that everything is kept: set one of them"
         )
-    with _progress() as told:
+    with bars() as told:
         done = asyncio.run(_compact(config, data_dir, told))
     click.echo(f"emptied {done.records:,} records, {done.bytes / 1e6:,.1f} MB less")
 
 
-async def _compact(config: StorageConfig, data_dir: Path, told: Progress) -> PurgeResult:
+async def _compact(config: StorageConfig, data_dir: Path, told: Told) -> PurgeResult:
     holder = f"reef storage compact, process {os.getpid()} on {socket.gethostname()}"
     opened = open_storage(config, data_dir)
     await opened.open()
@@ -105,23 +100,3 @@ def _shrink(database: SqliteDatabase) -> None:
         raise StorageError(f"{database.name} could not be made smaller: {error}") from error
     finally:
         connection.close()
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """A bar for each step, on a terminal; nothing elsewhere."""
-    columns: list[ProgressColumn] = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    ]
-    with Bars(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def told(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total or None)
-            bars.update(tasks[what], completed=done)
-
-        yield told

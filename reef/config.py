@@ -82,7 +82,6 @@ class Key:
 
     @property
     def variable(self) -> str:
-        """Name of the environment variable."""
         return f"REEF_{self.dotted}".replace(".", "__").replace("-", "_").upper()
 
     @property
@@ -333,7 +332,19 @@ def _ratio(left: str, right: str) -> float:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads `1e-4` as a number, as YAML 1.2 does, and dates as text."""
+    """SafeLoader that reads `1e-4` as a number, as YAML 1.2 does, and dates as text; a key given twice is an error."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        first: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be text", problem_mark=key.start_mark)
+            if key.value in first:
+                problem = f"{key.value} is given twice, first in line {first[key.value]}"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            first[key.value] = key.start_mark.line + 1
+        return node
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -349,9 +360,7 @@ def _from_file(path: Path) -> dict[str, Setting]:
     try:
         with path.open("rb") as stream:
             loader = _Loader(stream)
-            root = loader.get_single_node()
-            _refuse_duplicates(root, path, (), set())
-            document = None if root is None else loader.construct_document(root)
+            return dict(_settings_below(loader, loader.get_single_node(), path, ""))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except yaml.MarkedYAMLError as error:
@@ -361,59 +370,31 @@ def _from_file(path: Path) -> dict[str, Setting]:
         raise ConfigError(f"{path} is nested too deeply") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a scalar such as `!!int x`
         raise ConfigError(f"{path} is not YAML: {error}") from error
-    settings: dict[str, Setting] = {}
-    nodes = {key.value: value for key, value in root.value} if isinstance(root, yaml.MappingNode) else {}
-    for section, content, line in _children(root, document, path, "the file"):
-        if section not in SECTIONS:
-            near = max(SECTIONS, key=lambda known: _ratio(section, known))
-            raise ConfigError(f"unknown section {section} (file {path}:{line}); the nearest known one is {near}")
-        settings.update(_settings_below(nodes[section], content, path, section))
-    return settings
 
 
-def _settings_below(node: yaml.Node, content: Any, path: Path, where: str) -> Iterator[tuple[str, Setting]]:
-    """What one mapping of the file sets: a section, or a struct within one."""
-    nodes = {key.value: value for key, value in node.value} if isinstance(node, yaml.MappingNode) else {}
-    for name, value, line in _children(node, content, path, where):
-        dotted, origin = f"{where}.{name}", f"file {path}:{line}"
-        if any(known.startswith(f"{dotted}.") for known in known_keys()):
-            yield from _settings_below(nodes[name], value, path, dotted)
-        elif dotted in known_keys():
-            yield dotted, Setting(value, origin, 1, text=False)
-        else:
-            raise _unknown(dotted, origin)
-
-
-def _children(node: yaml.Node | None, content: Any, path: Path, what: str) -> list[tuple[str, Any, int]]:
-    """The entries of one mapping as (key, value, line); an empty document or section has none."""
-    if content is None:
-        return []
+def _settings_below(loader: _Loader, node: yaml.Node | None, path: Path, where: str) -> Iterator[tuple[str, Setting]]:
+    """What one mapping of the file sets: the file itself, a section, or a struct within one. It may be empty."""
     if not isinstance(node, yaml.MappingNode):
-        line = node.start_mark.line + 1 if node else 1
-        raise ConfigError(f"{what} must be a mapping of keys to values, got {_show(content)} (file {path}:{line})")
-    lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
-    return [(str(name), value, lines.get(str(name), node.start_mark.line + 1)) for name, value in content.items()]
-
-
-def _refuse_duplicates(node: yaml.Node | None, path: Path, within: tuple[int, ...], seen: set[int]) -> None:
-    """Raises ConfigError for a key given twice, and for a value that an alias puts inside itself."""
-    if id(node) in within:
-        raise ConfigError(f"{path}:{node.start_mark.line + 1 if node else 1}: a value contains itself")
-    if id(node) in seen:
+        content = None if node is None else loader.construct_object(node, deep=True)
+        if content is not None:
+            raise ConfigError(
+                f"{where or 'the file'} must be a mapping of keys to values, got {_show(content)} "
+                f"(file {path}:{node.start_mark.line + 1 if node else 1})"
+            )
         return
-    seen.add(id(node))
-    within = (*within, id(node))
-    if isinstance(node, yaml.SequenceNode):
-        for child in node.value:
-            _refuse_duplicates(child, path, within, seen)
-    if isinstance(node, yaml.MappingNode):
-        first: dict[str, int] = {}
-        for key, value in node.value:
-            line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and key.value in first:
-                raise ConfigError(f"{path}:{line}: {key.value} is given twice, first in line {first[key.value]}")
-            first[str(key.value)] = line
-            _refuse_duplicates(value, path, within, seen)
+    loader.flatten_mapping(node)
+    for key, value in node.value:
+        dotted = f"{where}.{key.value}".lstrip(".")
+        origin = f"file {path}:{key.start_mark.line + 1}"
+        if dotted in known_keys():
+            yield dotted, Setting(loader.construct_object(value, deep=True), origin, 1, text=False)
+        elif any(known.startswith(f"{dotted}.") for known in known_keys()):
+            yield from _settings_below(loader, value, path, dotted)
+        elif where:
+            raise _unknown(dotted, origin)
+        else:
+            near = max(SECTIONS, key=lambda known: _ratio(dotted, known))
+            raise ConfigError(f"unknown section {dotted} ({origin}); the nearest known one is {near}")
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Setting]:
@@ -548,10 +529,15 @@ def _show(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+_LINE_BREAKS = frozenset("\x85\u2028\u2029")
+
+
 def inline_yaml(value: Any) -> str:
     """`value` as YAML on one line."""
     builtin = msgspec.to_builtins(value)
     text: str = yaml.safe_dump(builtin, default_flow_style=True, width=math.inf, allow_unicode=True)
+    if not _LINE_BREAKS.isdisjoint(text):  # YAML would fold them into spaces
+        text = yaml.safe_dump(builtin, default_flow_style=True, width=math.inf)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

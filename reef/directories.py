@@ -1,4 +1,4 @@
-"""Temporary directories that do not pile up when their owners are killed."""
+"""Where files go, how they get there whole, and temporary directories that do not outlive killed owners for long."""
 
 from __future__ import annotations
 
@@ -10,6 +10,40 @@ from contextlib import suppress
 from pathlib import Path
 
 _LOCK = "lock"
+
+
+def cache_directory() -> Path:
+    """`$REEF_CACHE`, else `$XDG_CACHE_HOME/reef`, else `~/.cache/reef`."""
+    if explicit := os.environ.get("REEF_CACHE"):
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reef"
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in it durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, content: bytes, *, durable: bool = False, mode: int = 0o666) -> None:
+    """Write the file whole or not at all; if `durable`, return when it is on disk. Raises OSError."""
+    scratch = path.with_name(f"{path.name}.partial")
+    try:
+        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            file.write(content)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        scratch.rename(path)
+    except OSError:
+        with suppress(OSError):
+            scratch.unlink()
+        raise
+    if durable:
+        sync_directory(path.parent)
 
 
 class OwnedDirectory:

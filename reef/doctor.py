@@ -243,7 +243,6 @@ def _model_loads(model: Path) -> Check:
 
 
 def _device(inference: LocalConfig | SGLangConfig, training: NoTraining | TorchConfig) -> Check:
-    """What the engines and the trainer would compute on."""
     name = "device"
     wanted = {"inference.device": getattr(inference, "resolved_device", inference.device)}
     if not isinstance(training, NoTraining):

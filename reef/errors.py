@@ -47,6 +47,8 @@ class UnknownReceipt(InvalidRequest):
 class RequestTooLarge(InvalidRequest):
     """The body is over a configured limit: bytes, depth, messages."""
 
+    retry_after = 60.0  # seconds: only an operator can raise the limit
+
 
 class TooSlow(InvalidRequest):
     """The body did not arrive in the configured time."""
@@ -158,5 +160,4 @@ HTTP_STATUS: tuple[tuple[type[ReefError], int], ...] = (
 
 
 def http_status(error: ReefError) -> int:
-    """Return the HTTP status for `error`."""
     return next(status for kind, status in HTTP_STATUS if isinstance(error, kind))

@@ -7,7 +7,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from reef.demo.model import cache_directory, smollm2_directory
+from reef.demo.model import smollm2_directory
+from reef.directories import cache_directory
 
 
 @cache

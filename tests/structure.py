@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIDDLE = {"records", "artifact", "inference", "train", "recipe"}
-BASE = {"reef", "errors", "points", "directories", "device", "metrics", "tracing", "interfaces"}
+BASE = {"reef", "errors", "points", "directories", "device", "metrics", "tracing", "named", "progress", "interfaces"}
 BELOW_SERVICE = BASE | MIDDLE | {"runtime", "scenario"}
 
 # Which rooms a room may import, besides itself.
@@ -24,6 +24,8 @@ ALLOWED: dict[str, set[str]] = {
     "device": {"reef", "errors"},
     "metrics": {"reef"},
     "tracing": {"reef", "errors"},
+    "named": {"reef", "errors"},
+    "progress": {"reef"},
     "interfaces": {"reef", "errors"},
     "client": {"reef", "errors"},
     **dict.fromkeys(MIDDLE, BASE),
@@ -31,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "scenario": BASE | MIDDLE | {"runtime"},
     "verify": BASE | {"records", "artifact", "inference"},  # re-scores what is recorded; no engine, no trainer
     "service": BELOW_SERVICE,
-    "demo.model": {"reef", "errors"},
+    "demo.model": {"reef", "errors", "directories"},
     "demo": BELOW_SERVICE | {"service", "client", "demo.model"},
     "config": BELOW_SERVICE | {"service"},
     "doctor": BELOW_SERVICE | {"service", "config", "client"},

@@ -7,7 +7,7 @@ from runpy import run_path
 import msgspec
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from reef.config import SECTIONS, Key, Resolved, known_keys, nearest_key, resolve, section_keys
@@ -243,13 +243,13 @@ def test_a_wrong_secret_is_not_shown() -> None:
         ("reef: [}\n", "deployment.yaml:1:"),
         ("reef: {}\n---\nreef: {}\n", "deployment.yaml:2:"),
         ("reef: {port: !!python/name:os.system }\n", "deployment.yaml:1:"),
-        ("&a [*a]\n", "contains itself"),
+        ("&a [*a]\n", "deployment.yaml:1: found unconstructable recursive node"),
         ("? [a]\n: b\n", "deployment.yaml:1:"),
         ("a: \x00\n", "is not YAML"),
         ("reef: {port: 2024-13-45}\n", "reef.port must be int"),
         ("reef: {port: !!int x}\n", "is not YAML"),
         ("[" * 5000, "nested too deeply"),
-        ("recipe:\n  options: &a\n    again: *a\n", "contains itself"),
+        ("recipe:\n  options: &a\n    again: *a\n", "deployment.yaml:2: found unconstructable recursive node"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_line(tmp_path: Path, text: str, part: str) -> None:
@@ -280,6 +280,7 @@ DOCUMENTS = st.recursive(
 
 
 @given(value=DOCUMENTS, dotted=st.sampled_from(sorted(known_keys())))
+@example(value={"\x85": "\u2028"}, dotted="recipe.options")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_file_value_is_a_value_or_a_refusal(value: object, dotted: str, tmp_path: Path) -> None:
     key = known_keys()[dotted]

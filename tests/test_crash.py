@@ -56,6 +56,22 @@ def test_a_cut_stream_is_explained_by_the_releases_that_made_it_and_by_no_others
     assert "of no committed release" in rescorer.fragment(QUESTION, tokens, [second, first])
 
 
+def test_what_rounding_accounts_for_passes_and_nothing_else(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("crash.rescore.TOLERANCE", 1e-8)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    prompt, output = [5, 6, 7], list(range(20, 60))
+    with torch.no_grad():
+        table = base(torch.tensor([prompt + output])).logits[0].log_softmax(-1)
+    logprobs = [table[len(prompt) - 1 + place, token].item() for place, token in enumerate(output)]
+    spans = [{"start": 0, "end": len(output), "runtime_load_id": "a"}]
+    answer = {"prompt_ids": prompt, "output_ids": output, "logprobs": logprobs, "spans": spans}
+    releases = {"a": {"content_id": "the base"}}
+    rescorer = Rescorer(model, lambda: tmp_path)
+    assert rescorer.generation(answer, releases) is None and rescorer.ill_conditioned == 1
+    answer["logprobs"] = [logprob + 1e-3 * (place == 30) for place, logprob in enumerate(logprobs)]
+    assert "nat off a" in rescorer.generation(answer, releases)
+
+
 def stream(model: Path, parts: list[tuple[Any, int]]) -> list[tuple[int, float]]:
     """Bytes and log-probabilities that a client sees when weights change under a request that keeps its cache."""
     tokenizer, byte_of_token = AutoTokenizer.from_pretrained(model), token_of_byte()

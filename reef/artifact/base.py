@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from reef.directories import replace_file
 from reef.errors import ConfigError
 
 WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin", ".json", ".jinja", ".model", ".txt")
@@ -24,9 +24,7 @@ class Serving:
 
 
 def write_serving(data: Path, serving: Serving) -> None:
-    scratch = data / "serving.json.partial"
-    scratch.write_text(json.dumps(asdict(serving)))
-    os.replace(scratch, data / "serving.json")
+    replace_file(data / "serving.json", json.dumps(asdict(serving)).encode())
 
 
 def read_serving(data: Path) -> Serving | None:

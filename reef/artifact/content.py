@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from reef.directories import sync_directory
 from reef.errors import NotFound, StorageError
 from reef.points import Point, crossing
 from reef.runtime.interfaces import ContentStore
@@ -40,8 +41,8 @@ class DirectoryContentStore(ContentStore):
         try:
             for directory in (self._blobs, self._contents, self._staging):
                 directory.mkdir(parents=True, exist_ok=True)
-            _sync_directory(root)
-            _sync_directory(root.parent)
+            sync_directory(root)
+            sync_directory(root.parent)
             self._sweep()
         except OSError as error:
             raise StorageError(f"{root}: {error}") from error
@@ -81,7 +82,7 @@ class DirectoryContentStore(ContentStore):
                 for content in list(self._contents.iterdir()):
                     if content.name not in content_ids:
                         content.rename(stage / content.name)
-                _sync_directory(self._contents)
+                sync_directory(self._contents)
             for blob in list(self._blobs.iterdir()):
                 found = blob.stat()
                 # A put may link it at this very moment: its content keeps the bytes, only later sharing is lost.
@@ -91,10 +92,6 @@ class DirectoryContentStore(ContentStore):
         except OSError as error:
             raise StorageError(f"{self._contents}: {error}") from error
         return freed
-
-    def verify(self, content_id: str) -> None:
-        """Read everything again. Raises NotFound, or StorageError naming the content whose bytes changed."""
-        verify_content(self.path(content_id))
 
     def _add_file(self, source: Path, stage: Path, name: str) -> str:
         """Copy one file into the staged content, share it with its blob, and return its hash."""
@@ -119,15 +116,15 @@ class DirectoryContentStore(ContentStore):
 
     def _publish(self, staged: Path, content_id: str) -> None:
         for parent, _, _ in os.walk(staged, topdown=False):
-            _sync_directory(Path(parent))
-        _sync_directory(self._blobs)
+            sync_directory(Path(parent))
+        sync_directory(self._blobs)
         with crossing(Point.CHECKPOINT):
             try:
                 staged.rename(self._contents / content_id)
             except OSError:
                 if not self.exists(content_id):
                     raise
-            _sync_directory(self._contents)
+            sync_directory(self._contents)
 
     @contextmanager
     def _stage(self) -> Iterator[Path]:
@@ -224,11 +221,3 @@ def _write_all(descriptor: int, chunk: bytes) -> None:
 def _hash_file(path: Path) -> str:
     with path.open("rb") as reader:
         return hashlib.file_digest(reader, "sha256").hexdigest()
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

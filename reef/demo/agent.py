@@ -116,7 +116,6 @@ class Agent:
         )
 
     async def evaluate(self, examples: Sequence[Example]) -> list[Graded]:
-        """Greedy answers, in the order of `examples`."""
         return await _all(self.ask(example, temperature=0.0) for example in examples)
 
     async def step(
@@ -193,11 +192,9 @@ class Agent:
         return list(reversed((await self._get("/releases", limit=1000))["releases"]))
 
     async def feedback_count(self) -> int:
-        """Reports that Reef stored."""
         return int((await self._get(""))["counts"]["report"])
 
     async def rollback(self, release_id: str) -> dict[str, Any]:
-        """Publish that release's content again; the new release."""
         return await self._post(f"/reef/scenarios/{self._scenario}/rollback", {"release_id": release_id})
 
     async def _get(self, rest: str, **query: int) -> dict[str, Any]:

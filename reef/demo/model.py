@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from reef.directories import cache_directory
 from reef.errors import ConfigError
-
-GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def cache_directory() -> Path:
-    """`$REEF_CACHE`, else `$XDG_CACHE_HOME/reef`, else `~/.cache/reef`."""
-    if explicit := os.environ.get("REEF_CACHE"):
-        return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reef"
 
 
 def smollm2_directory() -> Path:

@@ -20,9 +20,10 @@ from rich.markup import escape
 
 from reef.demo import task
 from reef.demo.agent import Agent, Graded, Step, mean_score
-from reef.demo.model import cache_directory, smollm2_directory
+from reef.demo.model import smollm2_directory
 from reef.demo.server import Server
 from reef.demo.show import Screen, TrainingView, save_curve
+from reef.directories import cache_directory
 from reef.errors import ConfigError, ReefError
 
 SCENARIO = "reviews"
@@ -223,7 +224,6 @@ async def _until_dead(server: Server) -> None:
 
 
 async def _story(screen: Screen, options: Options, agent: Agent) -> Outcome:
-    """Before, during, after, rolled back."""
     examples = task.held_out_examples(options.seed)
     screen.heading(f"Before: {len(examples)} held-out reviews, greedy, no training yet")
     before = await _held_out(screen, agent, examples)

@@ -85,7 +85,6 @@ class Server:
             raise WorkerDied(f"reef serve ended with exit code {code}; the end of {self._log}:\n{self.tail()}")
 
     def tail(self) -> str:
-        """The last lines of the log."""
         return "\n".join(self._text().splitlines()[-TAIL_LINES:])
 
     def stop(self) -> None:

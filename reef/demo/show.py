@@ -41,7 +41,6 @@ def chart(values: Sequence[float], slots: int, height: int = CHART_HEIGHT) -> li
 
 
 def duration(seconds: float) -> str:
-    """`m:ss`"""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
@@ -141,7 +140,6 @@ class TrainingView:
         self._live.stop()
 
     def note(self, doing: str) -> None:
-        """What the current step is at."""
         self._doing = doing
 
     def add(self, step: Step) -> None:

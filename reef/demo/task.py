@@ -38,7 +38,6 @@ class Example:
 
     @property
     def chat(self) -> list[dict[str, Any]]:
-        """Messages of the chat request."""
         return [{"role": "user", "content": INSTRUCTION.format(message=self.message)}]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,8 @@ from typing import Annotated
 
 import msgspec
 
-from reef.errors import ConfigError, Unavailable
+from reef.errors import Unavailable
+from reef.named import call, load_subclass
 from reef.runtime.interfaces import HeaderProvider, OutgoingRequest
 
 log = logging.getLogger("reef.inference")
@@ -57,21 +57,7 @@ def _checked(header: str, value: str) -> str:
 
 def load_header_provider(paths: Sequence[str]) -> HeaderProvider | None:
     """All of `inference.header-providers` as one, or None. Raises ConfigError naming the one that is wrong."""
-    return HeaderProviders([_load(index, path) for index, path in enumerate(paths)]) if paths else None
-
-
-def _load(index: int, path: str) -> HeaderProvider:
-    field = f"inference.header-providers[{index}]"
-    module, colon, attribute = path.partition(":")
-    if not colon or not module or not attribute:
-        raise ConfigError(f"{field} must be package.module:Class, got {path!r}")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # the user's module may raise anything while it is imported
-        raise ConfigError(f"{field}: cannot load {path}: {type(error).__name__}: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, HeaderProvider)):
-        raise ConfigError(f"{field} must be a subclass of HeaderProvider, got {path}")
-    try:
-        return found()
-    except Exception as error:  # as above
-        raise ConfigError(f"{field}: {path} cannot be made: {type(error).__name__}: {error}") from error
+    keys = [f"inference.header-providers[{index}]" for index in range(len(paths))]
+    found = [load_subclass(key, path, HeaderProvider) for key, path in zip(keys, paths, strict=True)]
+    made = [call(key, path, kind) for key, path, kind in zip(keys, paths, found, strict=True)]
+    return HeaderProviders(made) if made else None

@@ -135,7 +135,6 @@ def read_commits(connection: Connection, scenario: str, limit: int) -> list[Comm
 
 
 def count(connection: Connection, scenario: str, name: str, number: int = 1) -> None:
-    """Add to a maintained count."""
     add_counts(connection, {(scenario, name): number})
 
 

@@ -6,6 +6,7 @@ import os
 import sqlite3
 from pathlib import Path
 
+from reef.directories import sync_directory
 from reef.errors import StorageError
 from reef.records.sql import Connection
 
@@ -102,7 +103,7 @@ def create_or_verify(path: Path, busy_timeout: float) -> None:
         raise explain(error, path) from error
     finally:
         connection.close()
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def verify_readable(path: Path, busy_timeout: float) -> None:
@@ -200,12 +201,3 @@ def _verify_header(connection: sqlite3.Connection, path: Path) -> int:
     if version > SCHEMA_VERSION:
         raise StorageError(f"{path} has schema {version}, this Reef knows {SCHEMA_VERSION}: use the Reef that wrote it")
     return int(version)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make the new file's name durable, too."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

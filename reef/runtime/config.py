@@ -9,8 +9,6 @@ import msgspec
 
 from reef.runtime.executor import KINDS, is_class_path
 
-RUNTIMES = ("local", "executor_training", "ray_training", "coordinator_training")
-
 
 class ExecutionConfig(
     msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, rename=lambda name: name.replace("_", "-")

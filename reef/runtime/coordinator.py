@@ -28,7 +28,6 @@ from reef.errors import (
     ConfigError,
     EngineUncertain,
     ReefError,
-    TrainingError,
     Unavailable,
     WorkerDied,
 )
@@ -220,25 +219,10 @@ class Coordinator:
 
     def _step(self, job: TrainJob, runtime_load_id: str, step: Future[Candidate]) -> None:
         try:
-            step.set_result(self._train(job, runtime_load_id))
+            step.set_result(self._training.train(job, runtime_load_id, self._lock))
         except BaseException as error:  # whatever it is, it belongs to who waits for the step
             self._nudge_for(error)
             step.set_exception(error)
-
-    def _train(self, job: TrainJob, runtime_load_id: str) -> Candidate:
-        with self._lock:
-            if (found := self._training.begin(job)) is not None:
-                return found
-        try:
-            # Where the trainer takes the engines' device, nobody replaces an engine before the step is over.
-            with contextlib.nullcontext() if self._colocation is None else self._lock:
-                result = self._training.compute(job)
-        except TrainingError as error:
-            with self._lock:
-                self._training.fail(job, str(error))
-            raise
-        with self._lock:
-            return self._training.checkpoint(job, result, runtime_load_id)
 
     def adopt(self, candidate: Candidate) -> Candidate:
         with self._locked():

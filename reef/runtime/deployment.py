@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, cast
 
-from reef.errors import ConfigError, ReefError, Unavailable, WorkerDied
+from reef.errors import ReefError, Unavailable, WorkerDied
 from reef.metrics import PAUSE_SECONDS, RESTARTS
+from reef.named import call, load_callable
 from reef.runtime.coordinator import Coordinator
 from reef.runtime.interfaces import (
     Candidate,
@@ -303,19 +303,7 @@ def find_factory(name: str, known: Mapping[str, Factory]) -> Factory:
     """
     if name in known:
         return known[name]
-    installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-    try:
-        if name in installed:
-            found = installed[name].load()
-        elif ":" in name:
-            module, _, attribute = name.partition(":")
-            found = getattr(importlib.import_module(module), attribute)
-        else:
-            choices = ", ".join([*known, *sorted(installed)])
-            raise ConfigError(f"execution.runtime must be one of {choices}, or package.module:factory; got {name!r}")
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"execution.runtime: cannot load {name}: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"execution.runtime: {name} must be callable, got {type(found).__name__}")
-    factory: Factory = found
-    return factory
+    for point in entry_points(group=ENTRY_POINTS, name=name):
+        return cast(Factory, call("execution.runtime", name, point.load))
+    installed = sorted(point.name for point in entry_points(group=ENTRY_POINTS))
+    return load_callable("execution.runtime", name, ", ".join([*known, *installed]))

@@ -66,8 +66,10 @@ class Span:
 class Grammar:
     """What the output must match, from its first token to its end token."""
 
-    kind: str  # "json_schema", "json_object", "regex" or "choice"
-    value: str  # JSON text of the schema, the regular expression, or a JSON list of strings; "" with json_object
+    kind: str  # "json_schema", "json_object", "regex", "choice" or "lark"
+    value: (
+        str  # JSON text of the schema, the expression, a JSON list of strings, llguidance's Lark; "" with json_object
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -906,14 +908,14 @@ class InferenceRuntime(ABC):
         if (reason := self.health()) is not None:
             raise Unavailable(reason)
 
-    @abstractmethod
     async def reports(self) -> list[EngineReport]:
         """What the engines say of themselves; empty while they cannot answer."""
+        return []
 
     @property
-    @abstractmethod
     def pause_phases(self) -> dict[str, float]:
         """Where the time went for which the newest publication held the engines, in seconds; empty before the first."""
+        return {}
 
     @property
     def memory(self) -> dict[str, Any] | None:
@@ -921,9 +923,9 @@ class InferenceRuntime(ABC):
         return None
 
     @property
-    @abstractmethod
     def residency(self) -> dict[str, Any]:
         """What the engines hold besides the base load, for people."""
+        return {}
 
     @abstractmethod
     async def close(self) -> None:
@@ -1105,7 +1107,6 @@ class Executor(ABC):
         """Call one worker. The future raises what the method raised, or WorkerDied."""
 
     def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> list[Future[Any]]:
-        """Call the same method on every worker, in order of rank."""
         return [self.rpc(rank, method, *args, **kwargs) for rank in range(self.world_size)]
 
     @abstractmethod

@@ -199,7 +199,6 @@ class Publication:
             )
 
     def residency(self) -> dict[str, Any]:
-        """What the engines hold besides the base load, for people."""
         return self._residency.status(self._current())
 
     def _current(self) -> dict[str, str]:

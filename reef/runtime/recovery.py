@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +13,7 @@ from threading import Event, Thread
 
 import msgspec
 
+from reef.directories import replace_file
 from reef.errors import ReefError, StorageError
 from reef.points import Point, crossing
 from reef.runtime.interfaces import Marker
@@ -49,25 +48,10 @@ class MarkerFile:
         marker.updated_at = time.time()
         body = msgspec.json.encode(marker)
         with crossing(Point[f"MARKER_{marker.state.name}"]):
-            self._replace(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-
-    def _replace(self, content: bytes) -> None:
-        scratch = self._path.with_suffix(".partial")
-        try:
-            with scratch.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            scratch.rename(self._path)
-            directory = os.open(self._path.parent, os.O_RDONLY)
             try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                scratch.unlink()
-            raise StorageError(f"the training marker could not be written: {error}") from error
+                replace_file(self._path, hashlib.sha256(body).hexdigest().encode() + b"\n" + body, durable=True)
+            except OSError as error:
+                raise StorageError(f"the training marker could not be written: {error}") from error
 
 
 class RestartBudget:
@@ -121,7 +105,6 @@ class Supervisor:
             self._thread.start()
 
     def nudge(self) -> None:
-        """Something failed: look at once."""
         self._nudged.set()
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from reef import errors
+from reef.directories import replace_file
 from reef.errors import Conflict, ReefError, StorageError, Unauthorized, WorkerDied
 from reef.runtime.coordinator import Coordinator
 from reef.runtime.deployment import Channel
@@ -80,14 +81,10 @@ Find = Callable[[], Awaitable[Discovery]]
 
 def publish_discovery(path: Path, found: Discovery) -> None:
     """Write the file that `read_discovery` reads; readable by its owner only. Raises StorageError."""
-    scratch = path.with_suffix(f".{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(found))
-        scratch.rename(path)
+        replace_file(path, msgspec.json.encode(found), mode=0o600)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
         raise StorageError(f"{path} could not be written: {error.strerror}") from error
 
 
@@ -247,7 +244,6 @@ def _keep_alive(connection: socket.socket, seconds: float) -> None:
 
 
 def _error(body: bytes, status: int) -> ReefError:
-    """The error that the coordinator raised, as one of ours."""
     try:
         told = msgspec.msgpack.decode(body, type=dict[str, str])
     except msgspec.MsgspecError:

@@ -24,7 +24,7 @@ import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context
 from pathlib import Path
 
@@ -59,6 +59,7 @@ FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 120.0
 """Seconds that a scenario waits after its step failed: doubled each time, up to the second."""
 
 SETTLED = (MarkerState.COMPLETE, MarkerState.REJECTED)
+UNLOCKED = nullcontext()
 
 
 class TrainingCoordinator:
@@ -83,22 +84,29 @@ class TrainingCoordinator:
     def marker(self) -> Marker | None:
         return self._marker.read()
 
-    def train(self, job: TrainJob, runtime_load_id: str) -> Candidate:
-        """One step to a durable, staged candidate: `begin`, `compute`, `checkpoint` in a row."""
-        if (found := self.begin(job)) is not None:
-            return found
-        try:
-            result = self.compute(job)
-        except TrainingError as error:
-            self.fail(job, str(error))
-            raise
-        return self.checkpoint(job, result, runtime_load_id)
+    def train(self, job: TrainJob, runtime_load_id: str, lock: AbstractContextManager[object] = UNLOCKED) -> Candidate:
+        """One step to a durable, staged candidate. `lock` is held but for the step itself, unless it is colocated.
 
-    def begin(self, job: TrainJob) -> Candidate | None:
-        """RUNNING, unless this job is a candidate already: then that, staged.
-
-        Raises Unavailable while another job is in flight, or where the engines have no slot for its candidate.
+        Raises TrainingError (the batch is at fault: REJECTED), StorageError, WorkerDied (still RUNNING), EngineError,
+        VerificationError (CHECKPOINT); Unavailable while another job is in flight, or where the engines have no slot
+        for its candidate; colocated, also BarrierError and EngineUncertain, before the step.
         """
+        with lock:
+            if (found := self._begin(job)) is not None:
+                return found
+        try:
+            # Where the trainer takes the engines' device, nobody replaces an engine before the step is over.
+            with nullcontext() if self.colocation is None else lock:
+                result = self._compute(job)
+        except TrainingError as error:
+            with lock:
+                self._settle(self._require(job.job_id, MarkerState.RUNNING), MarkerState.REJECTED, str(error))
+            raise
+        with lock:
+            return self._checkpoint(job, result, runtime_load_id)
+
+    def _begin(self, job: TrainJob) -> Candidate | None:
+        """RUNNING, unless this job is a candidate already: then that, staged."""
         if self._trainer is None:
             raise TrainingError("this deployment has no trainer (training.backend is none)")
         found = self._marker.read()
@@ -110,40 +118,28 @@ class TrainingCoordinator:
         self._marker.write(Marker(job_id=job.job_id, scenario=job.scenario, state=MarkerState.RUNNING, updated_at=0.0))
         return None
 
-    def compute(self, job: TrainJob) -> TrainResult:
-        """The step itself. It touches neither the marker nor, unless colocated, the engines: any thread may call it.
-
-        Raises TrainingError (the batch is at fault), StorageError, WorkerDied; colocated, also BarrierError and
-        EngineUncertain, before the step.
-        """
-        with nullcontext() if self.colocation is None else self.colocation.step():
-            return self._compute(job)
-
     def _compute(self, job: TrainJob) -> TrainResult:
+        """It touches neither the marker nor, unless colocated, the engines."""
         assert self._trainer is not None
-        try:
-            with crossing(Point.TRAIN):
-                return self._trainer.train(job)
-        except (TrainingError, StorageError, WorkerDied):
-            raise
-        except Exception as error:  # whatever a trainer's library raises on this batch
-            raise TrainingError(f"{type(error).__name__}: {error}") from error
+        with nullcontext() if self.colocation is None else self.colocation.step():
+            try:
+                with crossing(Point.TRAIN):
+                    return self._trainer.train(job)
+            except (TrainingError, StorageError, WorkerDied):
+                raise
+            except Exception as error:  # whatever a trainer's library raises on this batch
+                raise TrainingError(f"{type(error).__name__}: {error}") from error
 
-    def fail(self, job: TrainJob, reason: str) -> None:
-        """The batch cannot be trained: REJECTED."""
-        self._settle(self._require(job.job_id, MarkerState.RUNNING), MarkerState.REJECTED, reason)
-
-    def checkpoint(self, job: TrainJob, result: TrainResult, runtime_load_id: str) -> Candidate:
-        """CHECKPOINT, then stage. Raises StorageError (still RUNNING), EngineError (CHECKPOINT), VerificationError."""
+    def _checkpoint(self, job: TrainJob, result: TrainResult, runtime_load_id: str) -> Candidate:
         marker = self._require(job.job_id, MarkerState.RUNNING)
-        marker.candidate = self._checkpoint(job, result, runtime_load_id)
+        marker.candidate = self._candidate(job, result, runtime_load_id)
         marker.state = MarkerState.CHECKPOINT
         self._marker.write(marker)
         shutil.rmtree(job.output_path, ignore_errors=True)
         self._publication.stage(marker.candidate)
         return marker.candidate
 
-    def _checkpoint(self, job: TrainJob, result: TrainResult, runtime_load_id: str) -> Candidate:
+    def _candidate(self, job: TrainJob, result: TrainResult, runtime_load_id: str) -> Candidate:
         assert self._trainer is not None
         return Candidate(
             job_id=job.job_id,
@@ -388,7 +384,6 @@ class RuntimeScheduler:
         self._task = asyncio.create_task(self._run(), name=f"scheduler:{self._name}", context=Context())
 
     def wake(self) -> None:
-        """Something was reported."""
         self._wake.set()
 
     async def close(self) -> None:

@@ -376,7 +376,6 @@ class Steps:
             log.info("to publish it anyway: reef promote --scenario %s --job %s", self.name, flight.job_id)
 
     async def write_off_recovered(self, candidate: Candidate, reason: str) -> None:
-        """The candidate was rejected just before the service died: consume its records now."""
         await self._write_off(Flight(candidate.runtime_load_id, candidate=candidate), reason)
 
     async def note(

@@ -168,7 +168,6 @@ def _hashed(token: str) -> TokenConfig:
 
 
 def digest_of(token: str) -> str:
-    """By which Reef knows a token."""
     return f"sha256:{hashlib.sha256(token.encode()).hexdigest()}"
 
 

@@ -227,7 +227,6 @@ class Deployment:
         return [config.served_model_name or Path(config.model_path).name]
 
     async def engines(self) -> list[EngineReport]:
-        """What the engines say of themselves; empty while they cannot answer."""
         return await self._inference.reports()
 
     @property

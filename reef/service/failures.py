@@ -31,12 +31,12 @@ CLIENT_CLOSED_REQUEST = 499
 def failure_response(
     error: ReefError, path: str, status: int | None = None, headers: dict[str, str] | None = None
 ) -> Response:
-    """Return the response for `error` on a route; 429 and 503 carry Retry-After."""
+    """Return the response for `error` on a route; 413, 429 and 503 carry Retry-After."""
     ERRORS.labels(type(error).__name__).inc()
     status = status or http_status(error)
     sent = dict(headers or {})
-    if status in (429, 503):
-        wait = error.retry_after if isinstance(error, TooManyRequests | Unavailable) else 1.0
+    if status in (413, 429, 503):
+        wait = error.retry_after if isinstance(error, RequestTooLarge | TooManyRequests | Unavailable) else 1.0
         sent["retry-after"] = str(max(1, math.ceil(wait)))
     if isinstance(error, Unauthorized):
         sent["www-authenticate"] = "Bearer"

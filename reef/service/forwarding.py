@@ -28,6 +28,7 @@ from reef.service.exchange import RecordedExchange
 from reef.service.failures import CLIENT_CLOSED_REQUEST, stream_failure
 from reef.service.gateway import Gateway
 from reef.service.request import RECEIPT_HEADER, RequestHead, new_record_id
+from reef.service.wire.base import check_lists
 
 WATCH_AFTER = 0.25
 """Seconds before anybody looks whether the client is still there; most answers are back by then."""
@@ -201,6 +202,7 @@ async def relay(request: Request) -> Response:
 def _send(gateway: Gateway, request: Request, head: RequestHead, request_id: str, body: bytes) -> Awaitable[Connection]:
     provider = gateway.deployment.provider
     assert provider is not None  # else these are not the routes
+    check_lists(body, gateway.config.max_messages)
     route = request.scope["raw_path"].decode("latin-1")
     return provider.send(
         request.method,
@@ -251,4 +253,5 @@ ROUTES = [
     _route("/v1/models", relay, "GET"),
     _route("/v1/models/{model:path}", relay, "GET"),
     _route("/v1/responses/{response_id}", relay, "GET"),
+    _route("/v1/responses/{response_id}", relay, "DELETE"),
 ]

@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from reef.directories import replace_file
 from reef.errors import ReefError
 from reef.runtime.interfaces import Candidate, Release, ReleaseKind, ScenarioState, Storage, TrainingRuntime, WeightKind
 
@@ -127,9 +128,7 @@ def identity(data_dir: Path) -> str:
     """What names this data directory's process, the same in each run: one process at a time has the directory."""
     path = data_dir / "identity"
     if not path.exists():
-        scratch = path.with_suffix(".partial")
-        scratch.write_text(uuid.uuid4().hex[:12])
-        scratch.rename(path)
+        replace_file(path, uuid.uuid4().hex[:12].encode())
     return path.read_text()
 
 

@@ -67,7 +67,6 @@ def openapi_route(routes: Sequence[Route], *, managed: bool = True) -> Route:
 
 
 def describe(routes: Sequence[Route], *, managed: bool = True) -> dict[str, Any]:
-    """The document."""
     kinds = [*BODIES.values(), *QUERIES.values(), *ANSWERS.values()]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(map(id, kinds), schemas, strict=True))

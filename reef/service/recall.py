@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from reef.errors import InvalidRequest, NotFound, ReefError
@@ -15,7 +17,7 @@ from reef.service.request import is_name
 from reef.service.wire.base import Api, ChatCall
 from reef.service.wire.chat import CHAT
 from reef.service.wire.messages import MESSAGES
-from reef.service.wire.responses import ID_PREFIX, ResponsesCall, Stored, read_stored
+from reef.service.wire.responses import ID_PREFIX, ResponsesCall, Stored, read_stored, referred
 from reef.service.wire.responses_writer import RESPONSES
 
 log = logging.getLogger("reef.service")
@@ -53,21 +55,34 @@ class Recall:
 
     async def goes_on(self, scenario: str, call: ChatCall) -> ChatCall:
         """The call with all that came before it. Raises InvalidRequest if that is not stored."""
-        if not isinstance(call, ResponsesCall) or call.goes_on_from is None:
+        if not isinstance(call, ResponsesCall) or not call.refers:
             return call
         items: list[dict[str, Any]] = []
         receipts: list[str] = []
-        receipt: str | None = call.goes_on_from
-        while len(receipts) < MAX_CHAIN:
-            if receipt is None:
-                return call.after(items, receipts)
+        receipt = call.goes_on_from
+        while receipt is not None:
+            if len(receipts) == MAX_CHAIN:
+                raise InvalidRequest(f"at most {MAX_CHAIN} responses may be chained", "previous_response_id")
             stored = await self._stored(scenario, receipt)
             if stored is None:
                 raise InvalidRequest(f"there is no response '{ID_PREFIX}{receipt}'", "previous_response_id")
             items = [*stored.items, *stored.response["output"], *items]
             receipts.append(receipt)
             receipt = stored.goes_on_from
-        raise InvalidRequest(f"at most {MAX_CHAIN} responses may be chained", "previous_response_id")
+        items = [await self._item(scenario, item) for item in items]
+        own = [await self._item(scenario, item) for item in call.items]
+        return replace(call, items=own).after(items, receipts)
+
+    async def _item(self, scenario: str, item: dict[str, Any]) -> dict[str, Any]:
+        """The item, or the stored one that it refers to. Raises InvalidRequest if there is none."""
+        name = referred(item)
+        if name is None:
+            return item
+        stored = await self._stored(scenario, name.partition("_")[2].rpartition("_")[0])
+        for found in stored.response["output"] if stored is not None else ():
+            if found["id"] == name:
+                return dict(found)
+        raise InvalidRequest(f"there is no stored item {name!r}", "input")
 
     async def response(self, scenario: str, response_id: str) -> dict[str, Any]:
         """A stored response. Raises NotFound."""
@@ -76,10 +91,30 @@ class Recall:
             raise NotFound(f"there is no response {response_id!r}")
         return stored.response
 
+    async def delete(self, scenario: str, response_id: str) -> None:
+        """Make a stored response unknown for ever; what was recorded stays. Raises NotFound."""
+        await self.response(scenario, response_id)
+        receipt = response_id.removeprefix(ID_PREFIX)
+        deletion = InferenceRecord(
+            record_id=_deletion(receipt),
+            scenario=scenario,
+            created_at=time.time(),
+            route=f"DELETE {RESPONSES.route}",
+            request=b"",
+            response=b"",
+            status=200,
+            release_id=None,
+            generations=[],
+            parent_id=receipt,
+            train=False,
+        )
+        await self._storage.append(deletion)
+
     async def _stored(self, scenario: str, receipt: str) -> Stored | None:
         if not is_name(receipt):
             return None
-        record = (await self._storage.get(scenario, [receipt])).get(receipt)
+        found = await self._storage.get(scenario, [receipt, _deletion(receipt)])
+        record = None if _deletion(receipt) in found else found.get(receipt)
         if not isinstance(record, InferenceRecord) or record.route != RESPONSES.route or record.status != 200:
             return None
         if record.purged or record.redacted:  # it is known, but not what it said
@@ -137,3 +172,8 @@ class Recall:
             await self._chat.recall(request, record.generations, record.record_id)
         except InvalidRequest:  # another model's template took what this one refuses
             log.debug("record %s is not a conversation of this model", record.record_id)
+
+
+def _deletion(receipt: str) -> str:
+    """The id of the record that says that a response was deleted; no client can choose such a one."""
+    return f"{receipt}:deleted"

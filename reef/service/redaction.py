@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from reef.errors import InvalidRequest, StorageError
-from reef.recipe.lookup import load_callable
+from reef.named import load_callable
 from reef.runtime.interfaces import Generation, InferenceRecord, InstructionRecord, Record
 
 Hook = Callable[[str], str]

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from reef.errors import InvalidRequest, NotFound
+from reef.errors import Forbidden, InvalidRequest, NotFound
 from reef.service.exchange import Exchange
 from reef.service.gateway import Gateway
 from reef.service.wire import messages, openai
@@ -58,6 +58,17 @@ async def response(request: Request) -> Response:
     return _json(openai.ENCODER.encode(found))
 
 
+async def delete_response(request: Request) -> Response:
+    """`DELETE /v1/responses/{response_id}`: nobody finds this response of this scenario again."""
+    gateway = Gateway.of(request)
+    head = gateway.head(request)
+    if not head.allowed.record:
+        raise Forbidden(f"recording is off for scenario {head.scenario!r}, and a deletion is recorded")
+    response_id = request.path_params["response_id"]
+    await gateway.recall.delete(head.scenario, response_id)
+    return _json(openai.ENCODER.encode({"id": response_id, "object": "response", "deleted": True}))
+
+
 async def models(request: Request) -> Response:
     """`GET /v1/models`, in the shape of the API that asks."""
     gateway = Gateway.of(request)
@@ -90,6 +101,7 @@ ROUTES = [
     *(exchange_route(api) for api in (CHAT, COMPLETIONS, RESPONSES, messages.MESSAGES)),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/responses/{response_id}", response, methods=["GET"]),
+    Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
     Route("/v1/models", models, methods=["GET"]),
     Route("/v1/models/{model:path}", model, methods=["GET"]),
 ]

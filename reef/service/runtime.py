@@ -19,14 +19,13 @@ from typing import Any
 
 import msgspec
 
-from reef.errors import ConfigError
 from reef.inference.headers import load_header_provider
 from reef.inference.sglang.config import SGLangConfig
+from reef.named import load_subclass
 from reef.runtime.coordinator import Coordinator
 from reef.runtime.deployment import Channel, CoordinatorRuntime, EngineRuntime, LocalChannel, find_factory
 from reef.runtime.executor import make_executor
 from reef.runtime.executor.placement import Component, plan
-from reef.runtime.executor.uni import load_class
 from reef.runtime.interfaces import Executor, InferenceHandler, InferenceRuntime, TrainingRuntime
 from reef.runtime.remote import Discovery, RemoteChannel, read_discovery
 from reef.service.config import ReefConfig
@@ -48,7 +47,6 @@ def build_runtimes(config: ReefConfig, foundation: Foundation) -> Pair:
 
 
 def pair(channel: Channel, config: ReefConfig) -> Pair:
-    """Both sides over one channel, with the handler that the configuration names."""
     inference = EngineRuntime(channel, partial(make_handler, config))
     return CoordinatorRuntime(channel, inference), inference
 
@@ -57,13 +55,8 @@ def make_handler(config: ReefConfig, endpoints: Callable[[], Sequence[str]]) -> 
     """Raises ConfigError for a handler-factory that leads to no handler, or a handler-config that it refuses."""
     inference = managed(config)
     path = inference.handler_factory or HANDLERS[inference.backend]
-    try:
-        found: Any = load_class(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"inference.handler-factory: cannot load {path}: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, InferenceHandler)):
-        raise ConfigError(f"inference.handler-factory must be a subclass of InferenceHandler, got {path}")
-    handler = found.from_config(inference.handler_config, endpoints)
+    kind = load_subclass("inference.handler-factory", path, InferenceHandler)
+    handler: InferenceHandler = kind.from_config(inference.handler_config, endpoints)
     if isinstance(inference, SGLangConfig):
         handler.header_provider = load_header_provider(inference.header_providers)
     return handler

@@ -13,7 +13,6 @@ from reef.inference.provider.config import ProviderConfig
 from reef.records.opening import artifacts_directory
 from reef.runtime.interfaces import (
     Candidate,
-    EngineReport,
     InferenceRuntime,
     Marker,
     Release,
@@ -41,17 +40,6 @@ class ProviderRuntime(InferenceRuntime):
 
     def health(self) -> str | None:
         return None  # whether it answers is known from each request only
-
-    async def reports(self) -> list[EngineReport]:
-        return []
-
-    @property
-    def pause_phases(self) -> dict[str, float]:
-        return {}
-
-    @property
-    def residency(self) -> dict[str, Any]:
-        return {}
 
     async def close(self) -> None:
         await self._handler.close()

@@ -110,7 +110,6 @@ class Workplace(Resources):
         log.info("workers run on Ray, on %s%s", where, ", on shared devices" if shared else "")
 
     def _components(self, devices: int) -> list[Component]:
-        """What runs, on a cluster with so many devices."""
         here = not self.data_plane_host  # a Unix socket is reached on its machine only
         return _components(self._execution, self._inference, self._training, devices, here)
 

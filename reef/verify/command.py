@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
+from reef.progress import bars
 from reef.verify.recorded import Selection, check
 
 
@@ -90,7 +90,7 @@ def verify(
     Exit code 0: all within the tolerance; 1: something is not what was recorded, and a line says what.
     """
     selection = Selection(scenario=scenario, sample=sample, since=since, until=until, seed=seed)
-    with _progress(not as_json) as progress:
+    with bars(not as_json) as progress:
         report = asyncio.run(
             check(
                 data_dir,
@@ -106,21 +106,3 @@ def verify(
     else:
         click.echo("\n".join(report.lines()))
     raise click.exceptions.Exit(0 if report.clean else 1)
-
-
-@contextmanager
-def _progress(wanted: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for each scenario on a terminal's standard error; nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import Progress, TaskID
-
-    console = Console(stderr=True)
-    tasks: dict[str, TaskID] = {}
-    with Progress(console=console, transient=True, disable=not (wanted and console.is_terminal)) as bar:
-
-        def show(scenario: str, done: int, known: int) -> None:
-            if scenario not in tasks:
-                tasks[scenario] = bar.add_task(scenario)
-            bar.update(tasks[scenario], completed=done, total=known)
-
-        yield show

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reef.artifact.content import DirectoryContentStore
+from reef.artifact.content import DirectoryContentStore, verify_content
 from reef.errors import NotFound, StorageError
 
 
@@ -47,7 +47,7 @@ def test_put_and_read_back(store, tmp_path):
     content_id = store.put(directory(tmp_path / "in", WEIGHTS))
     assert store.exists(content_id)
     assert files_of(store.path(content_id)) == WEIGHTS
-    store.verify(content_id)
+    verify_content(store.path(content_id))
 
 
 def test_the_source_may_change_or_go(store, tmp_path):
@@ -128,7 +128,7 @@ def test_a_full_disk_stores_nothing(store, root, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list((root / "contents").iterdir()) == list((root / "staging").iterdir()) == []
-    store.verify(store.put(source))
+    verify_content(store.path(store.put(source)))
 
 
 def test_retain_frees_the_rest(store, root, tmp_path):
@@ -136,7 +136,7 @@ def test_retain_frees_the_rest(store, root, tmp_path):
     gone = store.put(directory(tmp_path / "gone", {"shared": b"s" * 100, "other": b"g" * 50}))
     assert store.retain({kept, "unknown"}) == 50
     assert (store.exists(kept), store.exists(gone)) == (True, False)
-    store.verify(kept)
+    verify_content(store.path(kept))
     assert store.retain({kept}) == 0
     assert store.retain(set()) == 101
     assert list((root / "blobs").iterdir()) == []
@@ -148,7 +148,7 @@ def test_verify_notices_changed_bytes(store, tmp_path):
     weights.chmod(0o644)
     weights.write_bytes(b"w" * 999 + b"v")
     with pytest.raises(StorageError, match="damaged"):
-        store.verify(content_id)
+        verify_content(store.path(content_id))
 
 
 def test_concurrent_puts_of_the_same_and_other_contents(store, tmp_path):
@@ -158,7 +158,7 @@ def test_concurrent_puts_of_the_same_and_other_contents(store, tmp_path):
         ids = list(pool.map(store.put, sources))
     assert len(set(ids)) == 4
     for content_id in set(ids):
-        store.verify(content_id)
+        verify_content(store.path(content_id))
 
 
 def test_puts_and_retain_together(store, tmp_path):
@@ -175,13 +175,13 @@ def test_puts_and_retain_together(store, tmp_path):
         for number in range(60):
             content_id = store.put(directory(tmp_path / str(number), WEIGHTS))
             try:
-                store.verify(content_id)
+                verify_content(store.path(content_id))
             except (NotFound, StorageError, OSError, ValueError):
                 assert not store.exists(content_id)  # it went while it was read
     finally:
         stop.set()
         collector.join(10)
-    store.verify(store.put(tmp_path / "0"))
+    verify_content(store.path(store.put(tmp_path / "0")))
 
 
 def test_opening_sweeps_leftovers_but_not_work_in_progress(store, root, tmp_path):
@@ -209,7 +209,7 @@ def test_sigkill_leaves_whole_contents_only(root, tmp_path):
         assert stored <= contents
         assert list((root / "staging").iterdir()) == []
         for content_id in contents:
-            store.verify(content_id)
+            verify_content(store.path(content_id))
     assert len(stored) >= 5
     store.retain(stored)
     assert {path.name for path in (root / "contents").iterdir()} == stored

@@ -8,7 +8,7 @@ import gc
 import pytest
 
 from reef.errors import InvalidRequest, Unavailable, VerificationError
-from reef.inference.local.client import LocalHandler
+from reef.inference.local.client import HandlerOptions, LocalHandler
 from reef.inference.local.protocol import VERSION, Abort, Add, Chunks, Hello, Rejected, encode, engine_reader
 from reef.runtime.interfaces import Ending, GenerateRequest, SamplingParams, TokenChunk
 
@@ -95,7 +95,7 @@ def with_engine(test):
     def wrapped(path):
         async def body():
             async with FakeEngine(path) as engine:
-                handler = LocalHandler(lambda: [path], max_in_flight=3, connect_timeout=2)
+                handler = LocalHandler(lambda: [path], HandlerOptions(max_in_flight=3, connect_timeout=2))
                 await handler.connect()
                 await test(engine, handler)
                 await handler.close()
@@ -227,7 +227,7 @@ async def test_in_flight_is_bounded_also_by_what_slow_readers_hold(engine, handl
 
 @with_engine
 async def test_a_request_that_waits_too_long_for_its_first_token_is_unavailable(engine, handler):
-    handler = LocalHandler(lambda: [engine.path], queue_timeout=0.05)
+    handler = LocalHandler(lambda: [engine.path], HandlerOptions(queue_timeout=0.05))
     await handler.connect()
     with pytest.raises(Unavailable, match=r"within 0.05 s") as caught:
         await anext(handler.generate(ask()))
@@ -263,7 +263,7 @@ async def test_connecting_again_lets_older_streams_end(engine, handler):
 
 def test_never_connected(path):
     async def body():
-        handler = LocalHandler(lambda: [path], connect_timeout=0.3)
+        handler = LocalHandler(lambda: [path], HandlerOptions(connect_timeout=0.3))
         with pytest.raises(Unavailable, match="no engine is connected"):
             await anext(handler.generate(ask()))
         with pytest.raises(Unavailable, match="never connected"):
@@ -278,7 +278,7 @@ def test_never_connected(path):
 
 def test_connect_waits_for_an_engine_that_is_starting(path):
     async def body():
-        handler = LocalHandler(lambda: [path], connect_timeout=5)
+        handler = LocalHandler(lambda: [path], HandlerOptions(connect_timeout=5))
         connecting = asyncio.ensure_future(handler.connect())
         await asyncio.sleep(0.15)
         async with FakeEngine(path):

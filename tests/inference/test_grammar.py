@@ -139,7 +139,7 @@ def test_special_and_unused_ids_are_never_allowed(vocabulary, tokenizer):
 @pytest.mark.parametrize(
     ("kind", "value", "message"),
     [
-        ("xml", "", "the kind of a grammar must be one of json_schema, json_object, regex, choice, got 'xml'"),
+        ("xml", "", "the kind of a grammar must be one of json_schema, json_object, regex, choice, lark, got 'xml'"),
         ("json_schema", "{", "json_schema must be JSON: "),
         ("json_schema", "[" * 100_000, "json_schema must be JSON: "),
         ("json_schema", "true", "json_schema must be a JSON object, got 'true'"),
@@ -153,6 +153,8 @@ def test_special_and_unused_ids_are_never_allowed(vocabulary, tokenizer):
         ("choice", "[]", "choice must be a list of one or more strings"),
         ("choice", '["a", 1]', "choice must be a list of one or more strings"),
         ("choice", "yes", "choice must be JSON: "),
+        ("json_schema", '{"enum": ["\\ud800"]}', "json_schema: Value is not JSON serializable"),
+        ("lark", "start: nothing", "lark: "),
     ],
 )  # fmt: skip
 def test_a_wrong_grammar_is_refused_and_says_why(vocabulary, kind, value, message):

@@ -97,7 +97,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is_sent(headers):
         ("reef.nowhere:Provider", r"\[1\]: cannot load reef.nowhere:Provider: ModuleNotFoundError"),
         ("reef.errors:Nothing", r"\[1\]: cannot load reef.errors:Nothing: AttributeError"),
         ("reef.errors:ReefError", r"\[1\] must be a subclass of HeaderProvider"),
-        (f"{__name__}:NeedsArguments", r"\[1\]: .*NeedsArguments cannot be made: TypeError"),
+        (f"{__name__}:NeedsArguments", r"\[1\]: .*NeedsArguments failed: TypeError"),
     ],
 )
 def test_a_provider_that_cannot_be_loaded_is_named(path, complaint):

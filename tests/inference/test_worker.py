@@ -12,7 +12,7 @@ import time
 import pytest
 
 from reef.errors import EngineError, EngineUncertain, InvalidRequest, Unavailable
-from reef.inference.local.client import LocalHandler
+from reef.inference.local.client import HandlerOptions, LocalHandler
 from reef.inference.local.engine import LocalEngine
 from reef.inference.local.protocol import Add, encode
 from reef.inference.local.worker import EngineWorker
@@ -65,7 +65,7 @@ def fresh(tiny_model):
 
 @contextlib.asynccontextmanager
 async def client(path: str, **settings):
-    handler = LocalHandler(lambda: [path], **settings)
+    handler = LocalHandler(lambda: [path], HandlerOptions(**settings))
     await handler.connect()
     yield handler
     await handler.close()

@@ -89,7 +89,7 @@ def test_a_factory_is_found_by_path():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("locale", "must be one of local, or package.module:factory; got 'locale'"),
+        ("locale", "must be local, or package.module:name, got 'locale'"),
         ("nowhere:build", "cannot load nowhere:build: ModuleNotFoundError"),
         ("reef.errors:gone", "cannot load reef.errors:gone: AttributeError"),
         ("reef.errors:HTTP_STATUS", "must be callable, got tuple"),

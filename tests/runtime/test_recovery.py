@@ -42,7 +42,7 @@ def test_marker_is_replaced_whole(tmp_path):
     path = tmp_path / "marker.json"
     file = MarkerFile(path)
     file.write(marker(MarkerState.CHECKPOINT))
-    (tmp_path / "marker.partial").mkdir()  # the next write cannot even begin
+    (tmp_path / "marker.json.partial").mkdir()  # the next write cannot even begin
     with pytest.raises((StorageError, OSError)):
         file.write(marker(MarkerState.COMPLETE))
     found = file.read()

@@ -113,10 +113,12 @@ async def hang_up(reader, writer):
 
 
 @contextmanager
-def in_front(url: str, data: Path, tokens: list[str] | None = None, **flags: str) -> Iterator[Running]:
+def in_front(
+    url: str, data: Path, tokens: list[str] | None = None, settings: dict[str, Any] | None = None, **flags: str
+) -> Iterator[Running]:
     given = {"inference.upstream-url": url, "reef.data-dir": str(data)}
     given |= {f"inference.{name.replace('_', '-')}": text for name, text in flags.items()}
-    with running(build(resolve(environ={}, flags=given).config), tokens=tokens or []) as found:
+    with running(build(resolve(environ={}, flags=given).config), tokens=tokens or [], **settings or {}) as found:
         yield found
 
 

@@ -87,7 +87,6 @@ def refused(gateway, response: httpx.Response, field: str | None, status: int = 
         ({"tool_choice": {"type": "custom", "custom": {"name": "g"}}, "tools": [FUNCTION]}, "tool_choice"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_object"}, "tools": [FUNCTION]}, "response_format"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "alloy"}}, "audio"),

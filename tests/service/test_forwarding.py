@@ -113,6 +113,7 @@ def test_header_providers_have_the_last_word(reef, provider):
         ("GET", "/v1/models?limit=2"),
         ("GET", "/v1/models/org%2Fname%20x"),
         ("GET", "/v1/responses/resp_1"),
+        ("DELETE", "/v1/responses/resp_1"),
         ("POST", "/v1/messages/count_tokens?beta=true"),
     ],
 )

@@ -82,6 +82,7 @@ def test_messages_over_the_limit_are_refused_in_the_shape_of_each_api(serve):
         assert gateway.chat(messages=MESSAGES * 3).status_code == 200
         answer = gateway.chat(messages=MESSAGES * 4)
         assert answer.status_code == 413 and answer.json()["error"]["code"] == "request_too_large"
+        assert answer.headers["retry-after"] == "60"
         turns = [{"role": role, "content": "x"} for role in ("user", "assistant") * 2]
         assert gateway.http.post("/v1/responses", json={"model": "m", "input": turns}).status_code == 413
         client = anthropic.Anthropic(base_url=gateway.url, api_key="x", max_retries=0)

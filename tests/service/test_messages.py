@@ -17,6 +17,7 @@ from tests.service.test_tools import SCHEMA, THOUGHT, TWO_CALLS, prompt_of
 HELLO = [{"role": "user", "content": "Hi"}]
 WEATHER = {"name": "get_weather", "description": "Weather.", "input_schema": SCHEMA}
 TIME = {"name": "get_time", "input_schema": {"type": "object"}}
+CITED = {"enabled": True}
 
 
 @pytest.fixture
@@ -262,6 +263,22 @@ def test_a_prefilled_answer(gateway):
     assert message.content[0].text == "Hello there, friend." and prompt_of(gateway).endswith("assistant\nIt is")
 
 
+def test_text_of_documents_and_search_results(gateway):
+    document = {
+        "type": "document",
+        "title": "Log",
+        "source": {"type": "text", "media_type": "text/plain", "data": "1 2 3"},
+    }
+    found = {"type": "search_result", "source": "http://x", "title": "Top", "content": [text("four")]}
+    create(gateway, messages=[{"role": "user", "content": [document, found, text("Sum?")]}])
+    assert "user\nLog\n\n1 2 3\n\nTop\n\nhttp://x\n\nfour\n\nSum?<" in prompt_of(gateway)
+
+
+def test_context_management_that_changes_nothing(gateway):
+    for edits in ([], [{"type": "clear_thinking_20251015", "keep": "all"}]):
+        assert post(gateway, context_management={"edits": edits}).status_code == 200
+
+
 def test_structured_output(gateway):
     gateway.engine.expect(text='{"city": "Bern"}')
     create(gateway, output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
@@ -299,7 +316,9 @@ def block(kind: str, **fields) -> list[dict]:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": block("image", source={"type": "base64", "data": ""})}, "messages[0].content[0]"),
-        ({"messages": block("document", source={})}, "messages[0].content[0]"),
+        ({"messages": block("document", source={"type": "base64", "data": ""})}, "messages[0].content[0].source.type"),
+        ({"messages": block("document", source={"type": "text", "data": "x"}, citations=CITED)}, "citations"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ({"messages": block("server_tool_use", id="x")}, "messages[0].content[0]"),
         ({"messages": block("text", text=5)}, "messages[0].content[0].text"),
         ({"messages": block("text", text="x", colour="red")}, "messages[0].content[0].colour"),

@@ -206,3 +206,27 @@ def test_a_provider_with_tls_is_asked_if_its_certificate_is_trusted(tmp_path, mo
         assert [ask(reef).json() for _ in range(2)] == [{"said": 1}] * 2
     assert provider.headers()["host"] == f"localhost:{provider.port}"
     provider.close()
+
+
+@pytest.mark.parametrize(
+    ("route", "content", "field"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x, y"}] * 4}, "messages"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x, y"}] * 4}, "messages"),
+        ("/v1/messages/count_tokens", {"messages": [{}] * 4}, "messages"),
+        ("/v1/responses", {"input": [{}] * 4}, "input"),
+        ("/v1/completions", {"prompt": ["x"] * 4}, "prompt"),
+        ("/v1/completions", {"prompt": [[1], [2], [3], [4]]}, "prompt"),
+    ],
+)
+def test_messages_over_the_limit_are_not_sent(provider, tmp_path, route, content, field):
+    provider.answer = reply({})
+    with in_front(provider.url, tmp_path, settings={"max_messages": 3}) as reef:
+        before = len(provider.heads)
+        answer = ask(reef, route, json.dumps(content).encode())
+        assert answer.status_code == 413 and "at most 3 messages, got 4" in message(answer)
+        assert field in answer.text and answer.headers["retry-after"] == "60" and len(provider.heads) == before
+        fewer = {field: content[field][1:]}
+        assert ask(reef, route, json.dumps(fewer).encode()).status_code == 200
+        others = {"prompt": [1, 2, 3, 4, 5], "messages": 5, "input": "a,b,c,d"}
+        assert ask(reef, route, json.dumps(others).encode()).status_code == 200

@@ -8,6 +8,7 @@ from itertools import pairwise
 import openai
 import pytest
 
+from reef.service.config import Permissions
 from tests.inference.chat.templates import THINKING, with_template
 from tests.service.conftest import running
 from tests.service.fakes import FakeDeployment
@@ -233,6 +234,15 @@ def test_another_scenario_does_not_see_it(gateway):
         create(gateway, previous_response_id=response.id, extra_headers=headers)
 
 
+@pytest.mark.parametrize("dump", [lambda item: item, lambda item: item.model_dump(), lambda item: item.to_dict()])
+def test_what_came_can_be_sent_back_as_the_client_library_has_it(gateway, dump):
+    gateway.engine.expect(text=TWO_CALLS)
+    first = create(gateway, tools=[WEATHER, TIME])
+    create(gateway, tools=[WEATHER, TIME], input=[{"role": "user", "content": "Hi"}, *map(dump, first.output)])
+    before, after = gateway.records()
+    assert ids_of(after)[: len(ids_of(before))] == ids_of(before)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stored_response_can_be_had_again(gateway, stream):
     first = post(gateway, stream=stream)
@@ -241,6 +251,47 @@ def test_a_stored_response_can_be_had_again(gateway, stream):
     assert found.output_text == "Hello there, friend." and json.loads(found.to_json())["usage"] == final["usage"]
     with pytest.raises(openai.NotFoundError):
         gateway.openai.responses.retrieve("resp_unknown")
+
+
+def test_items_may_be_named_in_place_of_being_sent(gateway):
+    gateway.engine.expect(text='Hm. <tool_call>{"name":"get_weather","arguments":{"city":"Rome"}}</tool_call>')
+    first = create(gateway, tools=[WEATHER])
+    named = [{"type": "item_reference", "id": item.id} for item in first.output]
+    result = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "sunny"}
+    second = create(gateway, input=[{"role": "user", "content": "Hi"}, *named, result], tools=[WEATHER])
+    create(gateway, input="Sure?", previous_response_id=second.id, tools=[WEATHER])
+    for before, after in pairwise(gateway.records()):
+        assert ids_of(after)[: len(ids_of(before))] == ids_of(before)
+    gateway.openai.responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError, match="no stored item"):
+        create(gateway, input=[{"id": first.output[0].id}])
+
+
+def test_a_deleted_response_is_not_found_again_and_its_record_stays(gateway):
+    first = create(gateway)
+    second = create(gateway, input="Go on", previous_response_id=first.id)
+    before = gateway.records()
+    with pytest.raises(openai.NotFoundError):
+        gateway.openai.responses.delete("resp_unknown")
+    with pytest.raises(openai.NotFoundError):
+        gateway.openai.responses.delete(first.id, extra_headers={"x-reef-scenario": "other"})
+    gateway.openai.responses.delete(first.id)
+    for gone in (gateway.openai.responses.retrieve, gateway.openai.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            gone(first.id)
+    for earlier in (first, second):
+        with pytest.raises(openai.BadRequestError) as caught:
+            create(gateway, input="Go on", previous_response_id=earlier.id)
+        assert caught.value.param == "previous_response_id"
+    assert gateway.openai.responses.retrieve(second.id).id == second.id
+    *kept, deletion = gateway.records()
+    assert kept == before and deletion["route"] == "DELETE /v1/responses"
+    assert deletion["parent_id"] == first.id.removeprefix("resp_") and deletion["generations"] == []
+
+
+def test_a_deletion_is_recorded_or_refused(serve):
+    with serve(permissions=Permissions(record=False)) as gateway:
+        assert gateway.http.delete("/v1/responses/resp_x").status_code == 403
 
 
 def test_an_engine_that_fails_in_a_stream_ends_it_in_an_error_event(gateway):
@@ -259,7 +310,8 @@ def test_an_engine_that_fails_in_a_stream_ends_it_in_an_error_event(gateway):
         ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]}, "input[0].content[0].text"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": 5}]}, "input[0].type"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "f"}]}, "input[0].output"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import openai
 import pytest
 
 from tests.inference.chat.templates import EFFORT, THINKING, with_template
@@ -251,8 +250,10 @@ def test_the_last_turn_of_the_assistant_is_gone_on_with(gateway):
     )
 
 
-def test_a_format_together_with_callable_tools_is_refused(gateway):
-    with pytest.raises(openai.BadRequestError) as caught:
-        create(gateway, response_format={"type": "json_object"})
-    assert caught.value.param == "response_format"
+def test_a_format_leaves_room_for_a_call(gateway):
+    gateway.engine.expect(text=TWO_CALLS.partition("\n")[2])
+    assert len(create(gateway, response_format={"type": "json_object"}).choices[0].message.tool_calls) == 2
+    grammar = gateway.engine.seen[0].sampling.grammar
+    assert grammar.kind == "lark" and "get_weather" in grammar.value and "get_time" in grammar.value
     create(gateway, response_format={"type": "json_object"}, tool_choice="none")
+    assert gateway.engine.seen[1].sampling.grammar.kind == "json_object"

@@ -30,7 +30,9 @@ def test_a_class_of_ones_own_is_found_before_anything_starts(tmp_path):
     own.open()
     assert type(own.executor("engine", "tests.executor.workers:Counter", [{}])) is FakeExecutor
     own.close()
-    with pytest.raises(ConfigError, match=r"execution.executor 'nowhere:Executor' cannot be loaded: No module named"):
+    with pytest.raises(
+        ConfigError, match=r"execution.executor: cannot load nowhere:Executor: ModuleNotFoundError: No module"
+    ):
         workplace(ExecutionConfig(executor="nowhere:Executor")).open()
 
 

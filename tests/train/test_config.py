@@ -35,10 +35,6 @@ def test_only_the_base_of_colocated_adapters_may_stay(others):
     assert msgspec.convert(options | {"colocate": True}, TorchConfig).options.keep_lora_base_resident
 
 
-def test_lora_scale_is_alpha_over_rank():
-    assert TorchConfig(lora_rank=8, lora_alpha=12.0).lora_scale == 1.5
-
-
 def test_the_configuration_imports_no_torch():
     code = "import sys, reef.train.torch_backend.backend; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

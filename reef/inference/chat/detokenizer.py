@@ -76,14 +76,14 @@ class TextStream:
             _, end, self.stopped_by = min(matches)
             self._held = ""
         else:
-            end = len(text) - _longest_beginning(text, self._stop)
+            end = len(text) - longest_beginning(text, self._stop)
             self._held = text[end:]
         self.shown += end
         return text[:end]
 
 
-def _longest_beginning(text: str, stops: Iterable[str]) -> int:
-    """Length of the longest end of `text` with which some stop string begins."""
+def longest_beginning(text: str, stops: Iterable[str]) -> int:
+    """Length of the longest end of `text` with which some of `stops` begins."""
     return max(
         (size for stop in stops for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])),
         default=0,

@@ -7,16 +7,13 @@ fences), GPT-OSS (the harmony channels, which carry reasoning and calls alike).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
 from reef.errors import ConfigError
-from reef.inference.chat.messages import Tool
-from reef.runtime.interfaces import Grammar
 
 Handler = Literal["text", "reasoning", "skip", "name", "arguments", "objects", "functions", "header"]
 
@@ -50,20 +47,29 @@ PLAIN = Table(modes={"text": Mode("text")})
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ToolFormat:
-    """`exits` lead from text into `modes`. With `{name}` filled in, `named` is what stands before the arguments.
+    """`exits` lead from text into `modes`. A row of calls is `begin`, each call up to its arguments (`call`, with
+    {name} or {quoted} filled in), the arguments and `close`, with `between` in between, and `end`.
 
-    `any_lead` is what stands before a call of any tool; `objects_key` says that a JSON object follows it, and under
-    which key the object has the arguments. Without it the name follows as it is.
+    `objects_key` says that a call is a JSON object, and under which key it has the arguments. Without `between` an
+    answer has one call. Arguments that are not `json_arguments` are parameters in XML.
     """
 
     exits: Mapping[str, str]
     modes: Mapping[str, Mode]
     openings: Mapping[str, str] = field(default_factory=dict)
-    named: str
-    any_lead: str
+    begin: str = ""
+    call: str
+    close: str = ""
+    between: str | None = None
+    end: str = ""
     objects_key: str | None = None
     json_arguments: bool = True
     start: str = "text"
+
+    @property
+    def any_call(self) -> str:
+        """What a call of any tool begins with: all that stands before the object, or before the name."""
+        return self.call.partition("{{" if self.objects_key else "{name}")[0]
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,8 +88,9 @@ _HARMONY_ENDS = {"<|end|>": "header", "<|return|>": "header", "<|call|>": "heade
 HERMES = ToolFormat(
     exits={"<tool_call>": "call"},
     modes={"call": Mode("objects", {"</tool_call>": "text"})},
-    named='<tool_call>\n{{"name": {quoted}, "arguments": ',
-    any_lead="<tool_call>\n",
+    call='<tool_call>\n{{"name": {quoted}, "arguments": ',
+    close="}\n</tool_call>",
+    between="\n",
     objects_key="arguments",
 )
 
@@ -92,23 +99,27 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "qwen-coder": ToolFormat(
         exits={"<tool_call>": "call"},
         modes={"call": Mode("functions", {"</tool_call>": "text"})},
-        named="<tool_call>\n<function={name}>\n",
-        any_lead="<tool_call>\n<function=",
+        call="<tool_call>\n<function={name}>\n",
+        close="</function>\n</tool_call>",
+        between="\n",
         json_arguments=False,
     ),
     "llama": ToolFormat(
         exits={"<|python_tag|>": "text"},
         openings={"{": "bare"},
         modes={"bare": Mode("objects")},
-        named='{{"name": {quoted}, "parameters": ',
-        any_lead="",
+        call='{{"name": {quoted}, "parameters": ',
+        close="}",
         objects_key="parameters",
     ),
     "mistral": ToolFormat(
         exits={"[TOOL_CALLS]": "call"},
         modes={"call": Mode("objects")},
-        named='[TOOL_CALLS][{{"name": {quoted}, "arguments": ',
-        any_lead="[TOOL_CALLS][",
+        begin="[TOOL_CALLS][",
+        call='{{"name": {quoted}, "arguments": ',
+        close="}",
+        between=", ",
+        end="]",
         objects_key="arguments",
     ),
     "mistral-args": ToolFormat(
@@ -118,8 +129,8 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             "id": Mode("skip", {"[ARGS]": "arguments"}),
             "arguments": Mode("arguments", {"[TOOL_CALLS]": "name"}),
         },
-        named="[TOOL_CALLS]{name}[ARGS]",
-        any_lead="[TOOL_CALLS]",
+        call="[TOOL_CALLS]{name}[ARGS]",
+        between="",
     ),
     "deepseek-v3": ToolFormat(
         exits={_DEEPSEEK_CALLS: "between"},
@@ -130,8 +141,11 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             "fence": Mode("skip", {"```json": "arguments"}),
             "arguments": Mode("arguments", {"```" + _DEEPSEEK_END: "between", _DEEPSEEK_END: "between"}),
         },
-        named=_DEEPSEEK_CALLS + _DEEPSEEK_CALL + "function" + _DEEPSEEK_SEP + "{name}\n```json\n",
-        any_lead=_DEEPSEEK_CALLS + _DEEPSEEK_CALL + "function" + _DEEPSEEK_SEP,
+        begin=_DEEPSEEK_CALLS,
+        call=_DEEPSEEK_CALL + "function" + _DEEPSEEK_SEP + "{name}\n```json\n",
+        close="\n```" + _DEEPSEEK_END,
+        between="\n",
+        end=_DEEPSEEK_ENDS,
     ),
     "deepseek": ToolFormat(
         exits={_DEEPSEEK_CALLS: "between"},
@@ -140,8 +154,11 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             "name": Mode("name", {_DEEPSEEK_SEP: "arguments"}),
             "arguments": Mode("arguments", {_DEEPSEEK_END: "between"}),
         },
-        named=_DEEPSEEK_CALLS + _DEEPSEEK_CALL + "{name}" + _DEEPSEEK_SEP,
-        any_lead=_DEEPSEEK_CALLS + _DEEPSEEK_CALL,
+        begin=_DEEPSEEK_CALLS,
+        call=_DEEPSEEK_CALL + "{name}" + _DEEPSEEK_SEP,
+        close=_DEEPSEEK_END,
+        between="",
+        end=_DEEPSEEK_ENDS,
     ),
     "gpt-oss": ToolFormat(
         exits=_HARMONY_ENDS,
@@ -150,8 +167,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             "reasoning": Mode("reasoning", _HARMONY_ENDS),
             "arguments": Mode("arguments", _HARMONY_ENDS),
         },
-        named="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
-        any_lead="<|channel|>commentary to=functions.",
+        call="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
         start="header",
     ),
 }
@@ -203,7 +219,7 @@ class OutputFormat:
         if tools is not None and tools.start == "header":  # one format for everything, tools or none
             return Table(modes={"text": Mode("text", tools.exits), **tools.modes}, start=tools.start)
         if not with_tools or tools is None:
-            tools = ToolFormat(exits={}, modes={}, named="", any_lead="")
+            tools = ToolFormat(exits={}, modes={}, call="")
         modes = {"text": Mode("text", tools.exits), **tools.modes}
         openings = dict(tools.openings)
         if self.reasoning is not None:
@@ -234,32 +250,3 @@ def detect(template: str, tool_format: str = "auto", reasoning_format: str = "au
     if reasoning_format == "auto":
         reasoning_format = next((name for name, sign in _REASONING_SIGNS if sign in template), "none")
     return OutputFormat(TOOL_FORMATS.get(tool_format), REASONING_FORMATS.get(reasoning_format))
-
-
-def forced_call(tools: Sequence[Tool], name: str | None, form: ToolFormat) -> tuple[str, Grammar | None]:
-    """What to put behind the prompt so that a call follows, and what the rest must match (None: anything).
-
-    `name` None: a call of any of `tools`.
-    """
-    if name is None and len(tools) == 1:
-        name = tools[0].name
-    if name is not None:
-        schema = next(tool.parameters for tool in tools if tool.name == name)
-        lead = form.named.format(name=name, quoted=json.dumps(name))
-        return lead, Grammar("json_schema", json.dumps(schema)) if form.json_arguments else None
-    if form.objects_key is None:
-        return form.any_lead, None
-    return form.any_lead, Grammar("json_schema", json.dumps(_any_call(tools, form.objects_key)))
-
-
-def _any_call(tools: Sequence[Tool], key: str) -> dict[str, Any]:
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.name}, key: tool.parameters},
-            "required": ["name", key],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    return {"anyOf": calls}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from reef.inference.chat.calls import FunctionScanner, ObjectScanner
+from reef.inference.chat.detokenizer import longest_beginning
 from reef.inference.chat.formats import Table
 from reef.inference.chat.pieces import Kind, Piece, joined
 from reef.inference.chat.sections import Calls, Header, Name, Section, Text, Trimmed
@@ -17,15 +18,15 @@ class OutputParser:
     What begins like a call and turns out to be none is given back as text, as it was written.
     """
 
-    def __init__(self, table: Table, tools: Mapping[str, Any] | None = None, *, reasoning: bool = False) -> None:
-        """`tools` maps names to parameter schemas. With `reasoning` the prompt has opened the reasoning already."""
+    def __init__(self, table: Table, tools: Mapping[str, Any] | None = None, *, start: str = "") -> None:
+        """`tools` maps names to parameter schemas. The prompt may have begun `start` already: reasoning, or text."""
         self._table = table
         self._tools = tools or {}
         self._buffer = ""
         self._lead: str | None = None  # what led here since text ended, while no call came of it
         self._began = False  # something came before this section
         self._ended = 0
-        self._mode = "reasoning" if reasoning else table.start
+        self._mode = start or table.start
         self._section = self._new_section("")
         self._plain = self._mode == "text" and not table.modes["text"].exits and not table.openings
 
@@ -87,7 +88,7 @@ class OutputParser:
             self._section.fresh = False
         exits = self._table.modes[self._mode].exits
         found = [(at + len(marker), at, marker) for marker in exits if (at := self._buffer.find(marker)) >= 0]
-        end, start, marker = min(found, default=(0, len(self._buffer) - _partial(self._buffer, exits), ""))
+        end, start, marker = min(found, default=(0, len(self._buffer) - longest_beginning(self._buffer, exits), ""))
         if start or not marker:
             text, self._buffer = self._buffer[:start], self._buffer[start:]
             return self._feed(text) if text else []
@@ -157,16 +158,3 @@ class OutputParser:
         if mode.handler == "functions":
             return Calls(FunctionScanner(self._tools))
         return Header() if mode.handler == "header" else Section()
-
-
-def _partial(text: str, markers: Iterable[str]) -> int:
-    """Length of the longest end of `text` with which some marker begins."""
-    return max(
-        (
-            size
-            for marker in markers
-            for size in range(min(len(marker) - 1, len(text)), 0, -1)
-            if text.endswith(marker[:size])
-        ),
-        default=0,
-    )

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from reef.errors import InvalidRequest
-from reef.inference.chat.formats import forced_call
+from reef.inference.chat.grammars import CallGrammars
 from reef.inference.chat.history import Known, SampledTurns, Turn, context_of
 from reef.inference.chat.messages import Conversation, Message, Tool
 from reef.inference.chat.tokenizer import ChatTokenizer
@@ -47,8 +47,11 @@ class PromptBuilder:
     def __init__(self, tokenizer: ChatTokenizer, sampled: SampledTurns) -> None:
         self.tokenizer = tokenizer
         self._sampled = sampled
-        names = sorted((tokenizer.token_bytes(token_id).decode() for token_id in tokenizer.special_ids), key=len)
-        self.special = re.compile("|".join(re.escape(name) for name in reversed(names) if name) or r"(?!)")
+        special = {tokenizer.token_bytes(token_id).decode(): token_id for token_id in tokenizer.special_ids}
+        names = sorted(filter(None, special), key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        form = tokenizer.format.tools
+        self._calls = None if form is None else CallGrammars(form, special)
 
     async def build(self, lane: str, conversation: Conversation) -> Prompt:
         """Raises InvalidRequest when the template refuses the conversation."""
@@ -78,16 +81,22 @@ class PromptBuilder:
         )
 
     def _lead(self, conversation: Conversation, text: str) -> tuple[str, Grammar | None]:
-        form = self.tokenizer.format
+        form, calls, answer = self.tokenizer.format, self._calls, conversation.grammar
+        tools, parallel, prefill = conversation.tools, conversation.parallel_calls, conversation.prefill
+        skipped = "" if prefill else form.answer_lead(text)
+        header = form.tools is not None and form.tools.start == "header"
         if conversation.tool_choice == "required":
-            if form.tools is None:
+            if calls is None:
                 raise InvalidRequest("tools cannot be honoured: inference.tool-format is none", "tool_choice")
-            skipped = form.answer_lead(text) if form.tools.start == "text" else ""
-            lead, grammar = forced_call(conversation.tools, conversation.tool_name, form.tools)
-            return skipped + lead, grammar
-        if conversation.grammar is not None:
-            return form.answer_lead(text), conversation.grammar
-        return "", None
+            named = [tool for tool in tools if conversation.tool_name in (None, tool.name)]
+            lead, grammar = calls.forced(named, parallel=parallel)
+            return ("" if header else skipped) + lead, grammar
+        if answer is None:
+            return "", None
+        if calls is None or not tools or prefill or conversation.tool_choice == "none":
+            return skipped, answer
+        begin, lead = (skipped, "") if header else ("", skipped)
+        return lead, calls.answer_or_calls(answer, tools, begin, parallel=parallel)
 
 
 @dataclass(slots=True)

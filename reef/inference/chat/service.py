@@ -301,7 +301,8 @@ class ChatService:
 
     def _parser(self, conversation: Conversation | None, prompt: Prompt) -> OutputParser:
         tools = {tool.name: tool.parameters for tool in conversation.tools} if conversation is not None else {}
-        return OutputParser(self._reading(conversation).table, tools, reasoning=prompt.starts_reasoning)
+        start = "reasoning" if prompt.starts_reasoning else "text" if prompt.prefill else ""
+        return OutputParser(self._reading(conversation).table, tools, start=start)
 
     def _sampling(self, request: ChatRequest, prompt: Prompt) -> SamplingParams:
         budget = self._budget(len(prompt.ids), request.max_tokens, "messages" if prompt.messages else "prompt")

@@ -94,16 +94,8 @@ class LocalBackend(InferenceBackend):
         self._barrier("flush")
 
     def stage(self, load: WeightLoad) -> None:
-        outcomes = self._call("stage", load)
-        error = _failure("stage", self._names, outcomes)
-        if error is None:
-            return
-        if type(error) is EngineError and not all(isinstance(outcome, Exception) for outcome in outcomes):
-            try:  # so that nothing has changed: engines that did not stage it drop nothing
-                self.drop(load.runtime_load_id)
-            except ReefError as second:
-                raise EngineUncertain(f"{error}; undoing it on the others failed: {second}") from error
-        raise error
+        # Engines that did not stage it drop nothing.
+        self._all_or_none("stage", load, undo=lambda: self.drop(load.runtime_load_id))
 
     def activate(self, lane: str, runtime_load_id: str) -> None:
         self._all_or_none("activate", lane, runtime_load_id)
@@ -232,13 +224,18 @@ class LocalBackend(InferenceBackend):
             raise error
         return outcomes
 
-    def _all_or_none(self, method: str, *args: Any) -> None:
+    def _all_or_none(self, method: str, *args: Any, undo: Callable[[], None] | None = None) -> None:
         outcomes = self._call(method, *args)
         error = _failure(method, self._names, outcomes)
         if error is None:
             return
         if type(error) is EngineError and not all(isinstance(outcome, Exception) for outcome in outcomes):
-            raise EngineUncertain(f"{error}; other engines did it") from error
+            if undo is None:
+                raise EngineUncertain(f"{error}; other engines did it") from error
+            try:
+                undo()
+            except ReefError as second:
+                raise EngineUncertain(f"{error}; undoing it on the others failed: {second}") from error
         raise error
 
     def _memory(self, method: str, *args: Any) -> list[MemoryReport]:

@@ -37,12 +37,12 @@ _PREFIX_MEMORY = 65536  # blocks
 _IMBALANCE = 4  # requests that a cached prefix is worth waiting behind
 
 
-class _Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
+class HandlerOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, rename="kebab"):
     """`inference.handler-config` of this handler."""
 
-    max_in_flight: Annotated[int, msgspec.Meta(ge=1)] = 4096
-    connect_timeout: Annotated[float, msgspec.Meta(gt=0)] = 30.0
-    queue_timeout: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+    max_in_flight: Annotated[int, msgspec.Meta(ge=1)] = 4096  # requests
+    connect_timeout: Annotated[float, msgspec.Meta(gt=0)] = 30.0  # seconds
+    queue_timeout: Annotated[float, msgspec.Meta(gt=0)] = 600.0  # seconds
 
 
 class _Stream:
@@ -180,18 +180,9 @@ class LocalHandler(InferenceHandler):
     chunk longer than `queue_timeout` seconds is aborted and raises Unavailable.
     """
 
-    def __init__(
-        self,
-        endpoints: Callable[[], Sequence[str]],
-        *,
-        max_in_flight: int = 4096,
-        connect_timeout: float = 30.0,
-        queue_timeout: float = 600.0,
-    ) -> None:
+    def __init__(self, endpoints: Callable[[], Sequence[str]], options: HandlerOptions | None = None) -> None:
         self._endpoints = endpoints
-        self._max_in_flight = max_in_flight
-        self._connect_timeout = connect_timeout
-        self._queue_timeout = queue_timeout
+        self._options = options or HandlerOptions()
         self._connections: list[_Connection] = []
         self._in_flight = 0
         self._prefixes: OrderedDict[int, str] = OrderedDict()  # hash of a prompt's beginning -> endpoint
@@ -199,17 +190,11 @@ class LocalHandler(InferenceHandler):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], endpoints: Callable[[], Sequence[str]]) -> LocalHandler:
-        """Keys: max-in-flight (requests), connect-timeout and queue-timeout (seconds)."""
+        """The keys are those of HandlerOptions."""
         try:
-            options = msgspec.convert(dict(config), _Options)
+            return cls(endpoints, msgspec.convert(dict(config), HandlerOptions))
         except msgspec.ValidationError as error:
             raise ConfigError(f"inference.handler-config: {error}") from error
-        return cls(
-            endpoints,
-            max_in_flight=options.max_in_flight,
-            connect_timeout=options.connect_timeout,
-            queue_timeout=options.queue_timeout,
-        )
 
     async def connect(self) -> None:
         """Connect to every engine anew; streams on older connections go on until they end.
@@ -242,7 +227,7 @@ class LocalHandler(InferenceHandler):
         return self._max_context
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        if self._in_flight >= self._max_in_flight:
+        if self._in_flight >= self._options.max_in_flight:
             raise Unavailable(f"{self._in_flight} requests are in flight, the most that is allowed")
         connection = self._route(request)
         stream = connection.open(request)
@@ -262,17 +247,17 @@ class LocalHandler(InferenceHandler):
 
     async def _first(self, stream: _Stream) -> TokenChunk | ReefError:
         try:
-            async with asyncio.timeout(self._queue_timeout):
+            async with asyncio.timeout(self._options.queue_timeout):
                 return await stream.next()
         except TimeoutError:
-            seconds = self._queue_timeout
+            seconds = self._options.queue_timeout
             raise Unavailable(f"no engine began to answer within {seconds:g} s", retry_after=RETRY_AFTER) from None
 
     async def _connect(self, endpoint: str) -> _Connection:
         """Connect to one engine, waiting for its socket to appear."""
         shown = Address.parse(endpoint).shown
         try:
-            async with asyncio.timeout(self._connect_timeout):
+            async with asyncio.timeout(self._options.connect_timeout):
                 while True:
                     try:
                         connection = await _open(endpoint)
@@ -281,7 +266,7 @@ class LocalHandler(InferenceHandler):
                         await asyncio.sleep(_RETRY_SECONDS)
                 hello = await connection.hello
         except TimeoutError as error:
-            raise Unavailable(f"no engine at {shown} within {self._connect_timeout:g} s") from error
+            raise Unavailable(f"no engine at {shown} within {self._options.connect_timeout:g} s") from error
         if hello.version != VERSION:
             connection.close()
             raise VerificationError(f"{hello.engine} speaks protocol {hello.version}, not {VERSION}")

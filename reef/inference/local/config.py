@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -117,8 +116,3 @@ class LocalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
         if self.device != "auto" or self.num_gpus is None:
             return self.device
         return "cuda" if self.num_gpus else "cpu"
-
-    @property
-    def model_name(self) -> str:
-        """The name that clients see."""
-        return self.served_model_name or Path(self.model_path).resolve().name

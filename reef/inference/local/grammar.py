@@ -23,16 +23,15 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from reef.errors import InvalidRequest, ReefError, Unavailable
+from reef.inference.chat.grammars import WHITESPACE
 from reef.inference.chat.tokenizer import ChatTokenizer
 from reef.runtime.interfaces import Grammar
 
 log = logging.getLogger(__name__)
 
 FIELD = "sampling.grammar"
-KINDS = ("json_schema", "json_object", "regex", "choice")
+KINDS = ("json_schema", "json_object", "regex", "choice", "lark")
 
-# One space, or a new line with its indentation: a weak model would else write white space until its tokens are spent.
-_WHITESPACE = r" |\r?\n[ \t]{0,40}"
 _CACHED = 128  # compiled grammars
 _ABANDONED = 2  # compilations that outlive their time, before no other is begun
 _LIMITS = LLParserLimits(verbose_errors=False)
@@ -61,7 +60,6 @@ class GrammarState:
 
     @property
     def finished(self) -> bool:
-        """Whether the output is complete and nothing may follow."""
         return bool(self._matcher.is_stopped()) and self.error is None
 
     @property
@@ -103,9 +101,29 @@ class _Tokens:
         self.eos_token_id = min(end_ids)
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(count)]
         self.special_token_ids = sorted(tokenizer.special_ids.union(end_ids))
+        special = set(self.special_token_ids)
+        self._ids = {token: token_id for token_id, token in enumerate(self.tokens) if token and token_id not in special}
+        self._longest_token = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._tokenizer.encode_now(text if isinstance(text, str) else text.decode(errors="replace"))
+        """What the text is forced to be written with, so it must spell exactly that: no tokenizer's space before it."""
+        wanted = text.encode() if isinstance(text, str) else text
+        ids = self._tokenizer.encode_now(wanted.decode(errors="replace"), goes_on=True)
+        if b"".join(self.tokens[token_id] for token_id in ids) == wanted:
+            return ids
+        return self._longest(wanted)
+
+    def _longest(self, wanted: bytes) -> list[int]:
+        """By the longest token each time. Ends early where no token goes on."""
+        found: list[int] = []
+        while wanted:
+            sizes = range(min(len(wanted), self._longest_token), 0, -1)
+            size = next((size for size in sizes if wanted[:size] in self._ids), 0)
+            if size == 0:
+                break
+            found.append(self._ids[wanted[:size]])
+            wanted = wanted[size:]
+        return found
 
 
 def check_grammar(grammar: Grammar, max_bytes: int) -> None:
@@ -120,8 +138,17 @@ def check_grammar(grammar: Grammar, max_bytes: int) -> None:
 
 def _source(grammar: Grammar) -> str:
     """The grammar in llguidance's terms. Raises InvalidRequest."""
+    try:
+        return _translated(grammar)
+    except (ValueError, RecursionError) as error:  # half a character, say
+        raise InvalidRequest(f"{grammar.kind}: {error}", FIELD) from error
+
+
+def _translated(grammar: Grammar) -> str:
     if grammar.kind == "regex":
         return str(LLMatcher.grammar_from_regex(grammar.value))
+    if grammar.kind == "lark":
+        return str(LLMatcher.grammar_from_lark(grammar.value))
     if grammar.kind == "choice":
         choices = _json(grammar)
         if not (isinstance(choices, list) and choices and all(isinstance(one, str) and one for one in choices)):
@@ -130,7 +157,7 @@ def _source(grammar: Grammar) -> str:
     schema = _json(grammar) if grammar.kind == "json_schema" else {"type": "object"}
     if not isinstance(schema, dict):
         raise InvalidRequest(f"json_schema must be a JSON object, got {grammar.value[:60]!r}", FIELD)
-    return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE}))
+    return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE}))
 
 
 def _json(grammar: Grammar) -> Any:
@@ -182,7 +209,6 @@ class GrammarQueue:
 
     @property
     def finished(self) -> bool:
-        """Whether `take` would return anything."""
         return bool(self._finished)
 
     def submit(self, request_id: str, grammar: Grammar) -> GrammarState | None:

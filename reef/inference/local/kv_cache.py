@@ -78,7 +78,6 @@ class PrefixCache:
 
     @property
     def num_pages(self) -> int:
-        """Pages in the tree."""
         return self._num_nodes
 
     @property

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reef.directories import cache_directory
 from reef.inference.local.attention import AttentionPlan, attend_prefills
 from reef.inference.local.ops import Linear, Ops
 
@@ -199,7 +200,7 @@ def _library() -> ctypes.CDLL | None:
         logger.info("no C++ compiler: the engine runs on torch's kernels")
         return None
     try:
-        path = _cache_directory() / f"kernels-{_fingerprint(compiler)}.so"
+        path = cache_directory() / "kernels" / f"kernels-{_fingerprint(compiler)}.so"
         if not path.exists():
             _compile(compiler, path)
         return ctypes.CDLL(str(path))
@@ -227,9 +228,3 @@ def _fingerprint(compiler: str) -> str:
         )
     parts = (_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), compiler.encode(), processor.encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def _cache_directory() -> Path:
-    if explicit := os.environ.get("REEF_CACHE"):
-        return Path(explicit) / "kernels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reef" / "kernels"

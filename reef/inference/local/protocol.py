@@ -71,7 +71,6 @@ T = TypeVar("T")
 
 
 def encode(message: ToEngine | FromEngine) -> bytearray:
-    """Return the whole frame."""
     frame = bytearray(_LENGTH_BYTES)
     _encoder.encode_into(message, frame, _LENGTH_BYTES)
     frame[:_LENGTH_BYTES] = (len(frame) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "big")
@@ -121,10 +120,8 @@ class FrameReader(Generic[T]):
 
 
 def engine_reader() -> FrameReader[ToEngine]:
-    """A reader for the engine's side."""
     return FrameReader(msgspec.msgpack.Decoder(ToEngine))
 
 
 def client_reader() -> FrameReader[FromEngine]:
-    """A reader for the client's side."""
     return FrameReader(msgspec.msgpack.Decoder(FromEngine))

@@ -30,7 +30,6 @@ class Runner:
         self.allocate()
 
     def allocate(self) -> None:
-        """Fresh zeroed memory; what was cached is gone."""
         spec = self._model.spec
         self.kv = None
         self.kv = KVTensors(

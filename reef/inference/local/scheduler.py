@@ -55,10 +55,6 @@ class Scheduler:
         self._token_bytes = token_bytes
         self._prefixes = prefixes
 
-    def sequences(self) -> list[Sequence]:
-        """All that are in flight, running ones first."""
-        return [*self.running, *self.waiting]
-
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_arrival)
 

@@ -57,7 +57,6 @@ class Sequence:
         return self.request.runtime_load_id is not None
 
     def append(self, token_id: int) -> None:
-        """Take a sampled token."""
         self.tokens.append(token_id)
         if self.output_counts is not None:
             self.output_counts[token_id] += 1

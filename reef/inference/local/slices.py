@@ -14,7 +14,6 @@ Slices = Generator[None, None, T]
 
 
 def whole(slices: Slices[T]) -> T:
-    """Run every slice now and return the result."""
     while True:
         try:
             next(slices)

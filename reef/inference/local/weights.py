@@ -67,7 +67,6 @@ def end_token_ids(path: Path, config: Any) -> frozenset[int]:
 
 
 def projection_parts(spec: ModelSpec) -> dict[str, Part]:
-    """Where each projection lies in its fused one."""
     q, kv, mlp = spec.q_size, spec.kv_size, spec.intermediate_size
     return {
         "q_proj": Part("qkv", 0, q),

@@ -456,7 +456,6 @@ class EngineWorker:
         self._plane.start(self._steps, Hello(VERSION, name, max_context))
 
     def endpoint(self) -> str:
-        """Where the data plane listens."""
         return str(self._plane.listen)
 
     def attach(self, session: TransferSession) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from reef.errors import ConfigError
+from reef.named import load_subclass
 from reef.runtime.executor.mp import MpExecutor
-from reef.runtime.executor.uni import UniExecutor, load_class
+from reef.runtime.executor.uni import UniExecutor
 from reef.runtime.interfaces import Executor
 
 __all__ = ["MpExecutor", "UniExecutor", "executor_class", "is_class_path", "make_executor", "resolve_kind"]
@@ -46,14 +47,13 @@ def make_executor(
 
     Raises ConfigError for `ray` where it is not installed, and for a class that cannot be used.
     """
-    settings: dict[str, Any] = {"env_per_rank": env_per_rank, "log_directory": log_directory}
-    found = executor_class(resolve_kind(kind))
-    made: Executor = found(
+    made: Executor = executor_class(resolve_kind(kind))(
         worker_class,
         kwargs_per_rank,
         name=name,
+        env_per_rank=env_per_rank,
+        log_directory=log_directory,
         start_timeout=start_timeout,
-        **({} if found is UniExecutor else settings),
         **options,
     )
     return made
@@ -73,13 +73,7 @@ def executor_class(kind: str) -> Any:
         return RayExecutor
     if not is_class_path(kind):
         raise ValueError(f"executor must be one of {', '.join(KINDS)} or package.module:Class; got {kind!r}")
-    try:
-        found = load_class(kind)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"execution.executor {kind!r} cannot be loaded: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Executor)):
-        raise ConfigError(f"execution.executor must be a subclass of {Executor.__module__}.Executor; got {kind!r}")
-    return found
+    return load_subclass("execution.executor", kind, Executor)
 
 
 def is_class_path(text: str) -> bool:

@@ -9,10 +9,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import IO, Any
 
 from reef.errors import ReefError
+from reef.named import load
 
 CONSTRUCT = ""
 """The method name of the first call, whose arguments build the worker."""
@@ -53,12 +55,34 @@ def portable(error: Exception) -> Exception:
     return copy
 
 
-def answer(name: str, succeeded: bool, payload: bytes) -> tuple[bool, Any]:
-    """Undo `attempt`: (True, result) or (False, exception)."""
+def resolve(future: Future[Any], name: str, succeeded: bool, payload: bytes) -> None:
+    """Undo `attempt`, for who waits."""
     try:
-        return succeeded, pickle.loads(payload)
+        value = pickle.loads(payload)
     except Exception as error:
-        return False, ReefError(f"{name}: unreadable answer: {error}")
+        succeeded, value = False, ReefError(f"{name}: unreadable answer: {error}")
+    if succeeded:
+        future.set_result(value)
+    else:
+        future.set_exception(value)
+
+
+class Served:
+    """The worker where it runs. The first call, CONSTRUCT, builds it."""
+
+    def __init__(self) -> None:
+        self._worker: Any = None
+
+    def run(self, call: bytes) -> Any:
+        method, args, kwargs = pickle.loads(call)
+        if method != CONSTRUCT:
+            return getattr(self._worker, method)(*args, **kwargs)
+        self._worker = load(*args)(**kwargs)
+        return None
+
+    def close(self) -> None:
+        if (close := getattr(self._worker, "close", None)) is not None:
+            close()
 
 
 def tail(log: IO[bytes], offset: int) -> str:

@@ -22,10 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,9 +32,8 @@ from threading import Event, Lock, Thread
 from typing import IO, Any
 
 from reef.errors import ReefError, WorkerDied
-from reef.runtime.executor.calls import CONSTRUCT, answer, attempt, die_with, tail
-from reef.runtime.executor.uni import load_class, wait_until_started
-from reef.runtime.interfaces import Executor
+from reef.runtime.executor.calls import CONSTRUCT, Served, attempt, die_with, resolve, tail
+from reef.runtime.executor.owner import OwnedWorkers, Worker
 
 _BOOTSTRAP = (
     "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = json.loads(sys.argv[1]); "
@@ -49,7 +47,7 @@ _ORPHAN_SECONDS = 2.0
 # ---------------------------------------------------------------------------------------------- owner side
 
 
-class _Process:
+class _Process(Worker):
     """One worker process as its owner sees it."""
 
     def __init__(
@@ -59,10 +57,9 @@ class _Process:
         self._env = {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **env}
         self._log_path = log_path
         self._on_death = on_death
-        self._lock = Lock()  # guards _pending and _death
+        self._lock = Lock()  # guards _pending and death
         self._send_lock = Lock()
         self._pending: dict[int, Future[Any]] = {}
-        self._death: str | None = None
         self._numbers = itertools.count()
         self._spawned = Event()
         self._built: Future[Any] = Future()
@@ -87,7 +84,7 @@ class _Process:
             future.set_exception(error)
             return future
         with self._lock:
-            death = self._death
+            death = self.death
             if death is None:
                 self._pending[number] = future
         if death is not None:
@@ -99,17 +96,8 @@ class _Process:
         return future
 
     @property
-    def death(self) -> str | None:
-        """Why the process is gone, or None while it lives."""
-        return self._death
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def alive(self) -> bool:
-        return self._spawned.is_set() and self._death is None
+        return self._spawned.is_set() and self.death is None
 
     def ask_to_stop(self) -> None:
         """Close our side for writing: the worker runs what it was sent before, then leaves. Never blocks.
@@ -133,7 +121,7 @@ class _Process:
         try:
             log = self._spawn()
         except Exception as error:
-            self._death = f"{self.name} could not be spawned: {error}"
+            self.death = f"{self.name} could not be spawned: {error}"
             self._spawned.set()
             return
         with log:
@@ -158,6 +146,7 @@ class _Process:
                 env=self._env,
                 pass_fds=[theirs.fileno()],
             )
+            self.pid = self._process.pid
         return log
 
     def _read(self) -> None:
@@ -173,11 +162,7 @@ class _Process:
                 return
             with self._lock:
                 future = self._pending.pop(number)
-            succeeded, value = answer(self.name, succeeded, payload)
-            if succeeded:
-                future.set_result(value)
-            else:
-                future.set_exception(value)
+            resolve(future, self.name, succeeded, payload)
 
     def _reap(self) -> str:
         try:
@@ -191,7 +176,7 @@ class _Process:
 
     def _bury(self, reason: str) -> None:
         with self._lock:
-            self._death = reason
+            self.death = reason
             pending, self._pending = self._pending, {}
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # frees a caller that is still sending
@@ -203,32 +188,11 @@ class _Process:
         self._on_death(reason)
 
 
-class MpExecutor(Executor):
+class MpExecutor(OwnedWorkers[_Process]):
     """Workers in processes of their own, which die with this one."""
 
-    def __init__(
-        self,
-        worker_class: str,
-        kwargs_per_rank: Sequence[Mapping[str, Any]],
-        *,
-        name: str = "worker",
-        env_per_rank: Sequence[Mapping[str, str]] | None = None,
-        log_directory: Path | None = None,
-        start_timeout: float = 600.0,
-    ) -> None:
-        self._worker_class = worker_class
-        self._kwargs = kwargs_per_rank
-        self._start_timeout = start_timeout
-        self._lock = Lock()  # guards _failure, _listeners and _closing
-        self._failure: str | None = None
-        self._listeners: list[Callable[[str], None]] = []
-        self._closing = False
-        self._workers: list[_Process] = []
-        if log_directory is not None:
-            log_directory.mkdir(parents=True, exist_ok=True)
-        for rank, env in enumerate(env_per_rank or [{}] * len(kwargs_per_rank)):
-            log_path = None if log_directory is None else log_directory / f"{name}-{rank}.log"
-            self._workers.append(_Process(f"{name}-{rank}", env, log_path, self._on_death))
+    def _make_worker(self, name: str, env: Mapping[str, str], log_path: Path | None) -> _Process:
+        return _Process(name, env, log_path, self._on_death)
 
     def start(self) -> None:
         built = [
@@ -236,31 +200,7 @@ class MpExecutor(Executor):
         ]
         if self._closing:  # `close` came too early to see these processes
             self.close(_TERMINATE_SECONDS)
-        names = [worker.name for worker in self._workers]
-        wait_until_started(built, names, self._start_timeout, partial(self.close, _TERMINATE_SECONDS))
-
-    @property
-    def world_size(self) -> int:
-        return len(self._workers)
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids, in order of rank."""
-        return [worker.pid for worker in self._workers]
-
-    def rpc(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._workers[rank].call(method, args, kwargs)
-
-    def health(self) -> str | None:
-        return next((worker.death for worker in self._workers if worker.death is not None), None)
-
-    def on_failure(self, listener: Callable[[str], None]) -> None:
-        with self._lock:
-            failure = self._failure
-            if failure is None:
-                self._listeners.append(listener)
-        if failure is not None:
-            listener(failure)
+        self._await_built(built, self._start_timeout, _TERMINATE_SECONDS)
 
     def close(self, timeout: float = 10.0) -> None:
         """Ask, wait up to `timeout` seconds, terminate, kill. Raises ReefError if a process survives even that."""
@@ -278,15 +218,6 @@ class MpExecutor(Executor):
         if left:
             raise ReefError(f"not gone after SIGKILL: {', '.join(f'{w.name} (pid {w.pid})' for w in left)}")
 
-    def _on_death(self, reason: str) -> None:
-        with self._lock:
-            if self._closing or self._failure is not None:
-                return
-            self._failure = reason
-            listeners, self._listeners = self._listeners, []
-        for listener in listeners:
-            listener(reason)
-
 
 # ---------------------------------------------------------------------------------------------- worker side
 
@@ -299,21 +230,11 @@ def serve(fd: int, owner: int) -> None:
     connection = Connection(fd)
     calls: SimpleQueue[bytes | None] = SimpleQueue()
     Thread(target=_receive, args=(connection, calls, owner), name="receiver", daemon=True).start()
-    worker: Any = None
-
-    def run(call: bytes) -> Any:
-        nonlocal worker
-        method, args, kwargs = pickle.loads(call)
-        if method != CONSTRUCT:
-            return getattr(worker, method)(*args, **kwargs)
-        worker = load_class(*args)(**kwargs)
-        return None
-
+    served = Served()
     while (message := calls.get()) is not None:
         number, call = pickle.loads(message)
-        connection.send_bytes(pickle.dumps((number, *attempt(run, call))))
-    if (close := getattr(worker, "close", None)) is not None:
-        close()
+        connection.send_bytes(pickle.dumps((number, *attempt(served.run, call))))
+    served.close()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

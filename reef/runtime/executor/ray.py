@@ -18,7 +18,7 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
@@ -31,12 +31,11 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from reef.errors import ReefError, WorkerDied
-from reef.runtime.executor.calls import CONSTRUCT, answer, attempt, die_with, tail
+from reef.runtime.executor.calls import CONSTRUCT, Served, attempt, die_with, resolve, tail
+from reef.runtime.executor.owner import OwnedWorkers, Worker
 from reef.runtime.executor.placement import Component, Seat, plan
 from reef.runtime.executor.process import Process, identify
 from reef.runtime.executor.ray_cluster import RayCluster, RayReservation, end_process
-from reef.runtime.executor.uni import load_class, wait_until_started
-from reef.runtime.interfaces import Executor
 
 log = logging.getLogger("reef.ray")
 
@@ -63,7 +62,7 @@ class Host:
         logging.basicConfig(
             level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
         )
-        self._worker: Any = None
+        self._served = Served()
 
     def where(self) -> tuple[str, Process | None]:
         """The node's id, and this process."""
@@ -73,31 +72,20 @@ class Host:
         pass
 
     def run(self, call: bytes) -> tuple[bool, bytes]:
-        return attempt(self._run, call)
+        return attempt(self._served.run, call)
 
     def finish(self) -> tuple[bool, bytes]:
         """Close the worker; the owner kills the process next."""
-        done = attempt(self._finish, b"")
+        done = attempt(lambda _: self._served.close(), b"")
         sys.stdout.flush()
         sys.stderr.flush()
         return done
-
-    def _run(self, call: bytes) -> Any:
-        method, args, kwargs = pickle.loads(call)
-        if method != CONSTRUCT:
-            return getattr(self._worker, method)(*args, **kwargs)
-        self._worker = load_class(*args)(**kwargs)
-        return None
-
-    def _finish(self, _: bytes) -> None:
-        if (close := getattr(self._worker, "close", None)) is not None:
-            close()
 
 
 # ---------------------------------------------------------------------------------------------- owner side
 
 
-class _Actor:
+class _Actor(Worker):
     """One actor as its owner sees it. `_settle`, `_bury` and `ping` run on the executor's thread only."""
 
     def __init__(
@@ -113,9 +101,8 @@ class _Actor:
         self._log_path = log_path
         self._post = post
         self._on_death = on_death
-        self._lock = Lock()  # guards _pending and _death
+        self._lock = Lock()  # guards _pending and death
         self._pending: set[Future[Any]] = set()
-        self._death: str | None = None
         self._handle: Any = None
         self._pinged: Future[Any] | None = None
         self._built: Future[Any] = Future()
@@ -158,16 +145,16 @@ class _Actor:
         except Exception as error:
             return _failed(error)
         if self._handle is None:
-            return _failed(WorkerDied(self._death or f"{self.name} was never started"))
+            return _failed(WorkerDied(self.death or f"{self.name} was never started"))
         return self._submit(partial(self._handle.run.remote, message))
 
     def ping(self) -> None:
-        if self._handle is not None and self._death is None and (self._pinged is None or self._pinged.done()):
+        if self._handle is not None and self.death is None and (self._pinged is None or self._pinged.done()):
             self._pinged = self._submit(self._handle.ping.remote, plain=True)
 
     def finish(self) -> Future[Any] | None:
         """Ask the worker to close after what it was sent before; one that is not built has nothing to finish."""
-        if self._handle is None or self._death is not None or not self._built.done():
+        if self._handle is None or self.death is not None or not self._built.done():
             return None
         return self._submit(self._handle.finish.remote)
 
@@ -179,9 +166,9 @@ class _Actor:
     def bury(self, reason: str) -> None:
         """Fail what is pending, and everything from now on. Does nothing the second time."""
         with self._lock:
-            if self._death is not None:
+            if self.death is not None:
                 return
-            self._death = reason
+            self.death = reason
             pending, self._pending = self._pending, set()
         for future in pending:
             future.set_exception(WorkerDied(reason))
@@ -200,12 +187,7 @@ class _Actor:
         return end_process(node, which, seconds, here=node == self._here)
 
     @property
-    def death(self) -> str | None:
-        """Why the actor is gone, or None while it lives."""
-        return self._death
-
-    @property
-    def pid(self) -> int | None:
+    def pid(self) -> int | None:  # type: ignore[override]
         return self.place.result()[1].pid if self.place.done() and self.place.exception() is None else None
 
     def _submit(self, send: Callable[[], Any], *, plain: bool = False) -> Future[Any]:
@@ -213,8 +195,8 @@ class _Actor:
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # it cannot be called back, so it cannot be cancelled
         with self._lock:
-            if self._death is not None:
-                future.set_exception(WorkerDied(self._death))
+            if self.death is not None:
+                future.set_exception(WorkerDied(self.death))
                 return future
             self._pending.add(future)
             try:
@@ -241,11 +223,10 @@ class _Actor:
         if error is not None:
             future.set_exception(ReefError(f"{self.name}: {type(error).__name__}: {error}"))
             return
-        succeeded, value = (True, done.result()) if plain else answer(self.name, *done.result())
-        if succeeded:
-            future.set_result(value)
+        if plain:
+            future.set_result(done.result())
         else:
-            future.set_exception(value)
+            resolve(future, self.name, *done.result())
 
     def _describe(self, error: RayActorError) -> str:
         """One line of what Ray tells in ten, and what the worker wrote last."""
@@ -268,43 +249,23 @@ def _failed(error: Exception) -> Future[Any]:
     return future
 
 
-class RayExecutor(Executor):
+class RayExecutor(OwnedWorkers[_Actor]):
     """Workers as Ray actors, which die with this process."""
 
-    def __init__(
-        self,
-        worker_class: str,
-        kwargs_per_rank: Sequence[Mapping[str, Any]],
-        *,
-        name: str = "worker",
-        env_per_rank: Sequence[Mapping[str, str]] | None = None,
-        log_directory: Path | None = None,
-        start_timeout: float = 600.0,
-        reservation: RayReservation | None = None,
-    ) -> None:
+    def __init__(self, *args: Any, reservation: RayReservation | None = None, **options: Any) -> None:
         """`reservation` must have seats for a component called `name`, and stays open.
 
         Without one the executor makes its own on a local Ray, and stops both when it is closed.
         """
-        self._worker_class = worker_class
-        self._kwargs = kwargs_per_rank
-        self._name = name
-        self._start_timeout = start_timeout
+        self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        super().__init__(*args, **options)
         self._reservation = reservation
         self._cluster: RayCluster | None = None  # of our own
-        self._lock = Lock()  # guards _failure, _listeners and _closing
-        self._failure: str | None = None
-        self._listeners: list[Callable[[str], None]] = []
-        self._closing = False
         self._namespace = ""
-        self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = Thread(target=self._run, name=f"{name}-owner", daemon=True)
-        self._actors: list[_Actor] = []
-        if log_directory is not None:
-            log_directory.mkdir(parents=True, exist_ok=True)
-        for rank, env in enumerate(env_per_rank or [{}] * len(kwargs_per_rank)):
-            log_path = None if log_directory is None else log_directory / f"{name}-{rank}.log"
-            self._actors.append(_Actor(f"{name}-{rank}", env, log_path, self._events.put, self._on_death))
+        self._thread = Thread(target=self._run, name=f"{self._name}-owner", daemon=True)
+
+    def _make_worker(self, name: str, env: Mapping[str, str], log_path: Path | None) -> _Actor:
+        return _Actor(name, env, log_path, self._events.put, self._on_death)
 
     def start(self) -> None:
         deadline = time.monotonic() + self._start_timeout
@@ -321,35 +282,11 @@ class RayExecutor(Executor):
             self._thread.start()
         built = [
             actor.start(self._reservation, seat, deadline, self._worker_class, kwargs)
-            for actor, seat, kwargs in zip(self._actors, seats, self._kwargs, strict=True)
+            for actor, seat, kwargs in zip(self._workers, seats, self._kwargs, strict=True)
         ]
         if self._closing:  # `close` came too early to see these actors
             self.close(0.0)
-        names = [actor.name for actor in self._actors]
-        wait_until_started(built, names, max(0.0, deadline - time.monotonic()), partial(self.close, 0.0))
-
-    @property
-    def world_size(self) -> int:
-        return len(self._kwargs)
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids on their nodes, in order of rank; without those that are not known."""
-        return [pid for actor in self._actors if (pid := actor.pid) is not None]
-
-    def rpc(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._actors[rank].call(method, args, kwargs)
-
-    def health(self) -> str | None:
-        return next((actor.death for actor in self._actors if actor.death is not None), None)
-
-    def on_failure(self, listener: Callable[[str], None]) -> None:
-        with self._lock:
-            failure = self._failure
-            if failure is None:
-                self._listeners.append(listener)
-        if failure is not None:
-            listener(failure)
+        self._await_built(built, max(0.0, deadline - time.monotonic()), 0.0)
 
     def close(self, timeout: float = 10.0) -> None:
         """Ask, wait up to `timeout` seconds, kill, and confirm that every process is gone before anything else may
@@ -357,13 +294,13 @@ class RayExecutor(Executor):
         """
         with self._lock:
             self._closing = True
-        finishing = [future for actor in self._actors if (future := actor.finish()) is not None]
+        finishing = [future for actor in self._workers if (future := actor.finish()) is not None]
         wait(finishing, timeout)
-        for actor in self._actors:
+        for actor in self._workers:
             actor.kill()
         deadline = time.monotonic() + _KILL_SECONDS
-        uncertain = [a.name for a in self._actors if not a.confirm(max(0.1, deadline - time.monotonic()))]
-        for actor in self._actors:
+        uncertain = [a.name for a in self._workers if not a.confirm(max(0.1, deadline - time.monotonic()))]
+        for actor in self._workers:
             actor.bury(f"{actor.name} was closed")
         self._events.put(None)
         if self._thread.is_alive():
@@ -398,17 +335,8 @@ class RayExecutor(Executor):
     def _ping(self) -> None:
         assert self._reservation is not None
         lost = self._reservation.cluster.lost(self._namespace)
-        for actor in self._actors:
+        for actor in self._workers:
             if lost is not None:
                 actor.bury(f"{actor.name} was given up: {lost}")
             else:
                 actor.ping()
-
-    def _on_death(self, reason: str) -> None:
-        with self._lock:
-            if self._closing or self._failure is not None:
-                return
-            self._failure = reason
-            listeners, self._listeners = self._listeners, []
-        for listener in listeners:
-            listener(reason)

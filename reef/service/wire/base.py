@@ -138,6 +138,21 @@ def check_nesting(body: bytes, limit: int) -> None:
     raise RequestTooLarge(f"must be nested at most {limit} deep", _deep_field(document, limit))
 
 
+def check_lists(body: bytes, limit: int) -> None:
+    """Raises RequestTooLarge if a body that is not read otherwise has over `limit` messages, items or prompts."""
+    if body.count(b",") < limit:
+        return
+    try:
+        document = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError):  # left to the parser
+        return
+    for name in ("messages", "input", "prompt") if isinstance(document, dict) else ():
+        items = document.get(name)
+        number = 0 if not isinstance(items, list) else sum(not isinstance(item, int) for item in items)  # ids are one
+        if number > limit:
+            raise RequestTooLarge(f"at most {limit} messages, got {number}", name)
+
+
 def _deep_field(document: Any, limit: int) -> str | None:
     """Where the nesting that goes too deep begins: the first steps of its path."""
     level: list[tuple[str, Any]] = [("", document)]
@@ -165,22 +180,17 @@ def schema_grammar(schema: dict[str, Any]) -> Grammar:
     return Grammar("json_schema", json.dumps(schema))
 
 
-def check_choice(conversation: Conversation, choice_field: str, format_field: str) -> None:
-    """Raises InvalidRequest for a tool choice without such a tool, and for a format that calls would break."""
+def check_choice(conversation: Conversation) -> None:
+    """Raises InvalidRequest for a tool choice without such a tool, and for two tools of one name."""
     names = [tool.name for tool in conversation.tools]
     if conversation.tool_choice == "required":
         if not names:
-            raise InvalidRequest("must be none or auto without tools", choice_field)
+            raise InvalidRequest("must be none or auto without tools", "tool_choice")
         if conversation.tool_name not in (None, *names):
-            raise InvalidRequest(f"there is no tool {conversation.tool_name!r}", choice_field)
+            raise InvalidRequest(f"there is no tool {conversation.tool_name!r}", "tool_choice")
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidRequest(f"two tools have the name {twice!r}", "tools")
-    if conversation.grammar is not None and names and conversation.tool_choice != "none":
-        raise InvalidRequest(
-            "cannot be honoured together with tools that may be called: set tool_choice to none",
-            format_field,
-        )
 
 
 _LONG_NUMBER = re.compile(rb"\d{19}")

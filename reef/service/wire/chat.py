@@ -222,7 +222,7 @@ def _conversation(chat: ChatBody) -> Conversation:
         prefill=last.role == "assistant" and bool(last.content) and not last.tool_calls,
     )
     conversation = _chosen(conversation, chat.tool_choice)
-    check_choice(conversation, "tool_choice", "response_format")
+    check_choice(conversation)
     return conversation
 
 

@@ -27,8 +27,7 @@ from reef.service.wire.base import (
     decode_body,
     schema_grammar,
 )
-
-_ENCODER = msgspec.json.Encoder()
+from reef.service.wire.openai import ENCODER, explained, named_event, refuse
 
 # ---------------------------------------------------------------------------------------------- requests
 
@@ -38,6 +37,34 @@ class TextBlock(Struct, forbid_unknown_fields=True):
     type: str = "text"
     cache_control: Any = None  # ignored: caching is the engine's own business
     citations: Any = None
+
+
+class NoCitations(Struct, forbid_unknown_fields=True):
+    enabled: Literal[False] = False
+
+
+class TextSource(Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    data: str
+    media_type: str | None = None
+
+
+class DocumentBlock(Struct, forbid_unknown_fields=True):
+    source: TextSource
+    title: str | None = None
+    context: str | None = None
+    type: str = "document"
+    citations: NoCitations | None = None
+    cache_control: Any = None
+
+
+class SearchResultBlock(Struct, forbid_unknown_fields=True):
+    source: str
+    title: str
+    content: list[TextBlock]
+    type: str = "search_result"
+    citations: NoCitations | None = None
+    cache_control: Any = None
 
 
 class ThinkingBlock(Struct, forbid_unknown_fields=True):
@@ -149,15 +176,14 @@ class MessagesBody(CountBody, kw_only=True, forbid_unknown_fields=True):
 
 _DECODER = msgspec.json.Decoder(MessagesBody)
 _COUNT_DECODER = msgspec.json.Decoder(CountBody)
+_CHANGES_NOTHING: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
 _FIELDS = {"reasoning_effort": "output_config.effort", "stop": "stop_sequences"}
 
 
 def parse_messages(body: bytes) -> ChatCall:
     """Raises InvalidRequest naming the field."""
     given = decode_body(_DECODER, body)
-    for name in ("container", "mcp_servers", "context_management"):
-        if getattr(given, name):
-            raise InvalidRequest(f"{name} cannot be honoured by this deployment", name)
+    refuse(given, {"container": (), "mcp_servers": ([],), "context_management": _CHANGES_NOTHING})
     sampling = SamplingParams(
         temperature=1.0 if given.temperature is None else given.temperature,
         top_p=1.0 if given.top_p is None else max(given.top_p, 1e-6),
@@ -168,7 +194,7 @@ def parse_messages(body: bytes) -> ChatCall:
         conversation=_conversation(given),
         sampling=sampling,
         max_tokens=given.max_tokens,
-        fields={**_FIELDS, "grammar": "output_config.format" if given.output_config else "tools"},
+        fields={**_FIELDS, "grammar": _form(given)[1]},
         stream=bool(given.stream),
         call_prefix="toolu_",
     )
@@ -183,10 +209,7 @@ def _conversation(given: CountBody) -> Conversation:
     messages = [] if given.system is None else [Message(role="system", content=_joined_text(given.system, "system"))]
     for index, turn in enumerate(given.messages):
         messages += _messages(turn, f"messages[{index}]")
-    config = given.output_config or OutputConfig()
-    form, form_field = config.format, "output_config.format"
-    if form is None and given.output_format is not None:
-        form, form_field = given.output_format, "output_format"
+    config, (form, _) = given.output_config or OutputConfig(), _form(given)
     choice = given.tool_choice or ToolChoice("auto")
     last = messages[-1]
     conversation = Conversation(
@@ -202,8 +225,15 @@ def _conversation(given: CountBody) -> Conversation:
     )
     if choice.type == "tool" and choice.name is None:
         raise InvalidRequest("a choice of type tool needs a name", "tool_choice.name")
-    check_choice(conversation, "tool_choice", form_field)
+    check_choice(conversation)
     return conversation
+
+
+def _form(given: CountBody) -> tuple[Format | None, str]:
+    """The form of the answer, and the field that a grammar comes from."""
+    if given.output_config is not None and given.output_config.format is not None:
+        return given.output_config.format, "output_config.format"
+    return given.output_format, "output_format" if given.output_format is not None else "tools"
 
 
 def _thinking(given: Thinking | None) -> bool | None:
@@ -267,8 +297,15 @@ def _joined_text(content: str | list[dict[str, Any]], field: str) -> str:
 
 
 def _text(block: dict[str, Any], field: str) -> str:
-    if block.get("type") != "text":
-        raise InvalidRequest(f"a content block of type {block.get('type')!r} cannot be honoured", field)
+    kind = block.get("type")
+    if kind == "document":
+        document = converted(block, DocumentBlock, field)
+        return "\n\n".join(filter(None, (document.title, document.context, document.source.data)))
+    if kind == "search_result":
+        result = converted(block, SearchResultBlock, field)
+        return "\n\n".join([result.title, result.source, *(part.text for part in result.content)])
+    if kind != "text":
+        raise InvalidRequest(f"a content block of type {kind!r} cannot be honoured", field)
     return converted(block, TextBlock, field).text
 
 
@@ -323,13 +360,13 @@ class MessagesWriter(Writer):
             elif piece.kind is Kind.CALL:
                 content.append(_tool_use(next(calls)))
         message = self._message(choice, content, *_stop(choice, self.call.sampling.stop))
-        return _ENCODER.encode({**message, **self._receipt()})
+        return ENCODER.encode({**message, **self._receipt()})
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         self._call_id = choices[0].answer.call_id
         message = self._message(choices[0], [], None, None)
         message["usage"]["output_tokens"] = 0
-        return _event("message_start", message=message)
+        return named_event("message_start", message=message)
 
     def delta(self, delta: Delta) -> bytes:
         parts = []
@@ -349,13 +386,13 @@ class MessagesWriter(Writer):
     def closing(self, delta: Delta, choices: Sequence[Choice]) -> bytes:
         choice = choices[0]
         reason, sequence = _stop(choice, self.call.sampling.stop)
-        last = _event(
+        last = named_event(
             "message_delta",
             delta={"stop_reason": reason, "stop_sequence": sequence},
             usage=_usage(choice),
             **self._receipt(),
         )
-        return self._end() + last + _event("message_stop")
+        return self._end() + last + named_event("message_stop")
 
     def failure(self, error: ReefError) -> bytes:
         return b"event: error\ndata: " + error_body(error) + b"\n\n"
@@ -367,7 +404,7 @@ class MessagesWriter(Writer):
         end = self._end()
         self._open = kind
         self._block += 1
-        return end + _event("content_block_start", index=self._block, content_block=block)
+        return end + named_event("content_block_start", index=self._block, content_block=block)
 
     def _end(self) -> bytes:
         if self._open is None:
@@ -376,10 +413,10 @@ class MessagesWriter(Writer):
         if self._open is Kind.REASONING:
             signed = self._delta({"type": "signature_delta", "signature": self.record_id})
         self._open = None
-        return signed + _event("content_block_stop", index=self._block)
+        return signed + named_event("content_block_stop", index=self._block)
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
-        return _event("content_block_delta", index=self._block, delta=delta)
+        return named_event("content_block_delta", index=self._block, delta=delta)
 
     def _empty_call(self, name: str) -> dict[str, Any]:
         self._calls += 1
@@ -435,17 +472,13 @@ def _usage(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _event(name: str, **fields: Any) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + _ENCODER.encode({"type": name, **fields}) + b"\n\n"
-
-
 def count_body(tokens: int) -> bytes:
-    return _ENCODER.encode({"input_tokens": tokens})
+    return ENCODER.encode({"input_tokens": tokens})
 
 
 def models_body(models: Sequence[str], created: str) -> bytes:
     """`created` is a time in RFC 3339."""
-    return _ENCODER.encode(
+    return ENCODER.encode(
         {
             "data": [model_body(model, created) for model in models],
             "has_more": False,
@@ -470,9 +503,8 @@ def error_body(error: ReefError, status: int | None = None) -> bytes:
         kind = "request_too_large"
     elif isinstance(error, Unavailable):
         kind = "overloaded_error"
-    field = error.field if isinstance(error, InvalidRequest) else None
-    message = str(error) if field is None or field in str(error) else f"{field}: {error}"
-    return _ENCODER.encode({"type": "error", "error": {"type": kind, "message": message}, "request_id": None})
+    message, _ = explained(error)
+    return ENCODER.encode({"type": "error", "error": {"type": kind, "message": message}, "request_id": None})
 
 
 MESSAGES = Api("/v1/messages", parse_messages, MessagesWriter)

@@ -166,7 +166,18 @@ def event(data: Any) -> bytes:
     return b"data: " + ENCODER.encode(data) + b"\n\n"
 
 
+def named_event(name: str, **fields: Any) -> bytes:
+    """A server-sent event whose data has its name as `type`."""
+    return b"event: " + name.encode() + b"\ndata: " + ENCODER.encode({"type": name, **fields}) + b"\n\n"
+
+
 # ---------------------------------------------------------------------------------------------- errors and models
+
+
+def explained(error: ReefError) -> tuple[str, str | None]:
+    """What to say of an error, and the field that it is about, which is part of it."""
+    field = error.field if isinstance(error, InvalidRequest) else None
+    return (str(error) if field is None or field in str(error) else f"{field}: {error}"), field
 
 
 def error_body(error: ReefError, status: int | None = None) -> bytes:
@@ -177,8 +188,7 @@ def error_body(error: ReefError, status: int | None = None) -> bytes:
 def error_detail(error: ReefError, status: int | None = None) -> dict[str, Any]:
     status = status or http_status(error)
     kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    param = error.field if isinstance(error, InvalidRequest) else None
-    message = str(error) if param is None or param in str(error) else f"{param}: {error}"
+    message, param = explained(error)
     return {"message": message, "type": kind, "param": param, "code": error_code(error)}
 
 

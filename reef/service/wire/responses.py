@@ -57,6 +57,7 @@ class CallItem(Struct, forbid_unknown_fields=True):
     namespace: None = None
     caller: Any = None
     async_: bool | None = msgspec.field(default=None, name="async")
+    dumped: bool | None = msgspec.field(default=None, name="async_")  # as the client library's `model_dump` has it
 
 
 class OutputItem(Struct, forbid_unknown_fields=True):
@@ -186,6 +187,11 @@ class ResponsesCall(ChatCall):
     goes_on_from: str | None = None
     echoed: dict[str, Any] = field(default_factory=dict)  # what the answer repeats of the request
 
+    @property
+    def refers(self) -> bool:
+        """Whether it is not whole without what was stored."""
+        return self.goes_on_from is not None or any(map(referred, self.items))
+
     def after(self, items: Sequence[dict[str, Any]], receipts: Sequence[str] = ()) -> ResponsesCall:
         """The same call, after these earlier items of these answers. Raises InvalidRequest naming a bad item."""
         assert self.conversation is not None
@@ -218,7 +224,13 @@ def parse_responses(body: bytes) -> ResponsesCall:
         goes_on_from=_receipt(given.previous_response_id),
         echoed=_echoed(given),
     )
-    return call.after([])
+    return call if call.refers else call.after([])
+
+
+def referred(item: Mapping[str, Any]) -> str | None:
+    """The id of the stored item that this one stands for, if it does."""
+    known = item.keys() <= {"id", "type"} and item.get("type") in (None, "item_reference")
+    return item["id"] if known and isinstance(item.get("id"), str) else None
 
 
 def _receipt(response_id: str | None) -> str | None:
@@ -246,7 +258,7 @@ def _conversation(given: ResponsesBody) -> Conversation:
         effort=given.reasoning.effort if given.reasoning else None,
     )
     conversation = _chosen(conversation, given.tool_choice)
-    check_choice(conversation, "tool_choice", "text.format")
+    check_choice(conversation)
     return conversation
 
 

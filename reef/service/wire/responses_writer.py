@@ -12,7 +12,7 @@ from reef.inference.chat.choice import Choice, Delta, TokenLogprob
 from reef.inference.chat.pieces import Kind
 from reef.runtime.interfaces import Ending
 from reef.service.wire.base import Api, ChatCall, Writer
-from reef.service.wire.openai import ENCODER, error_detail, shown
+from reef.service.wire.openai import ENCODER, error_detail, named_event, shown
 from reef.service.wire.responses import ID_PREFIX, ResponsesCall, parse_responses
 
 
@@ -164,9 +164,8 @@ class ResponsesWriter(Writer):
         return self._event(name, item_id=self._open.id, output_index=len(self._items) - 1, **fields)
 
     def _event(self, name: str, **fields: Any) -> bytes:
-        data = {"type": name, "sequence_number": self._events, **fields}
         self._events += 1
-        return b"event: " + name.encode() + b"\ndata: " + ENCODER.encode(data) + b"\n\n"
+        return named_event(name, sequence_number=self._events - 1, **fields)
 
     def _final(self) -> dict[str, Any]:
         assert self._choice is not None

@@ -81,7 +81,3 @@ class TorchConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
             )
         if "lm_head" in self.lora_target_modules:
             raise ValueError("lora-target-modules must not contain lm_head: no engine here serves such an adapter")
-
-    @property
-    def lora_scale(self) -> float:
-        return self.lora_alpha / self.lora_rank

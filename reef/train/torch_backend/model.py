@@ -92,7 +92,6 @@ class Policy:
             parameter.grad = None
 
     def assign(self, values: Mapping[str, Tensor]) -> None:
-        """Make `values` the masters."""
         for name, master in self.masters.items():
             master.data.copy_(values[name])
         self.synchronize()

@@ -48,7 +48,6 @@ class MasterOptimizer:
         self.steps += 1
 
     def reset(self) -> None:
-        """Forget every step."""
         self._adamw.state.clear()
         self.steps = 0
 

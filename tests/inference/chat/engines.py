@@ -31,6 +31,7 @@ class FakeEngine(InferenceHandler):
     tokenizer: ChatTokenizer
     script: Script = field(default_factory=Script)
     context: int = 2048
+    end: int = 2  # the token that ends an answer
     seen: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     running: int = 0
@@ -63,9 +64,9 @@ class FakeEngine(InferenceHandler):
         self.running += 1
         ended = False
         try:
-            ids = script.ids if script.ids is not None else [*self.tokenizer.encode_now(script.text), 2]
+            ids = script.ids if script.ids is not None else [*self.tokenizer.encode_now(script.text), self.end]
             ids = ids[: request.sampling.max_tokens]
-            ending = Ending.STOP if ids[-1] == 2 else Ending.LENGTH
+            ending = Ending.STOP if ids[-1] == self.end else Ending.LENGTH
             for number, start in enumerate(range(0, len(ids), script.chunk)):
                 await asyncio.sleep(script.delay)
                 if script.cut_after is not None and start >= script.cut_after:

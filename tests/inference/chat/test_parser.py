@@ -54,7 +54,9 @@ WRITTEN = {
 def parse(name: str, chunks: list[str], *, with_tools: bool = True, reasoning: bool = False) -> tuple[list[Piece], int]:
     thinks = "gpt-oss" if name == "gpt-oss" else "mistral" if name.startswith("mistral") else "think"
     form = OutputFormat(TOOL_FORMATS[name], REASONING_FORMATS[thinks])
-    parser = OutputParser(form.table(with_tools=with_tools), TOOLS if with_tools else {}, reasoning=reasoning)
+    parser = OutputParser(
+        form.table(with_tools=with_tools), TOOLS if with_tools else {}, start="reasoning" if reasoning else ""
+    )
     pieces = [piece for chunk in chunks for piece in parser.push(chunk)]
     return joined(pieces + parser.finish()), parser.calls_ended
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from reef.inference.chat.messages import Conversation, Message, Tool, ToolCall
 from reef.inference.chat.service import ChatService
-from reef.runtime.interfaces import SamplingParams
+from reef.runtime.interfaces import Grammar, SamplingParams
 from tests.inference.chat.engines import FakeEngine
 from tests.inference.chat.templates import HARMONY, MARKERS, THINKING, with_template
 from tests.inference.chat.test_service import collect, request
@@ -306,6 +306,16 @@ def test_a_prefilled_answer_goes_on_and_is_remembered_as_one_turn(talk):
     assert talk.tokenizer.encode_now(talk.text(whole(generation))) != whole(generation)
     prompt = talk.prompt(ask(HELLO, message, GO_ON))
     assert prompt.ids[: len(whole(generation))] == whole(generation)
+
+
+def test_a_prefilled_answer_goes_on_in_its_channel(tokenizer, run):
+    talk = Talk(with_template(tokenizer, HARMONY, MARKERS), run)
+    (end,) = talk.tokenizer.encode_now("<|return|>")
+    prefill = Message(role="assistant", content="It is f")
+    for grammar in (None, Grammar("json_object", "")):
+        message, generation = talk.answer(ask(HELLO, prefill, prefill=True, grammar=grammar), "ine", end=end)
+        assert talk.text(generation.prompt_ids).endswith("<|channel|>final<|message|>It is f")
+        assert message.content == "It is fine"
 
 
 def test_a_forced_call_begins_behind_the_prompt(talk):

@@ -107,6 +107,8 @@ def test_lane_load_and_grammar_are_sent() -> None:
     answer = HEAD + event([7], ["engine:3"], finish=LENGTH) + DONE
     _, [body] = asked(answer, a_request(lane="support", sampling={"grammar": grammar}))
     assert (body["lora_path"], body["sampling_params"]["regex"]) == ("reef:lane:support", r"(a\.b)|(c)")
+    _, [body] = asked(answer, a_request(sampling={"grammar": Grammar("lark", "start: /a/")}))
+    assert body["sampling_params"]["ebnf"] == "start: /a/"
     _, [body] = asked(answer, a_request(lane="support", runtime_load_id="engine:9"))
     assert body["lora_path"] == "reef:load:engine:9"
 
