@@ -1,25 +1,23 @@
-"""Agents that share a long system prompt, while releases are published under them, on the local engine and SGLang.
+"""Agents that share a long system prompt, while releases are published under them, on the local engine.
 
     python -m benchmarks.agents [--model DIR] [--scale 0.25] [--agents 8] [--turns 20] [--prefix 2000] [--every 5]
-                                [--engines local sglang] [--ways off retract versions]
 
 Every agent sends its next turn as soon as the one before is answered: the shared prefix, its conversation so far, and
 a new message. After every `every` turns (of the average agent) a LoRA release is published under whatever is in flight.
-Three ways to treat the prefix cache do the same work one after the other, `--rounds` times:
+Three ways to treat the prefix cache do the same work in one process, in turns, `--rounds` times:
 
     off          nothing is shared, requests in flight keep their KV
     retract      shared; a publication drops everything and computes what is in flight again
     versions     shared; entries are keyed by load, requests in flight keep their KV (the default)
 
-`--scale` shortens prefix and messages. Each engine runs in a process of its own with `--threads` threads, SGLang where
-`make engine-sglang` built its environment; `off` on the same engine is the rival. Where others use the machine too, the
-ratio of processor time is the number that means something.
+`--scale` shortens prefix and messages. One engine is stepped by one thread; `off` is the rival. Where others use the
+machine too, the ratio of processor time is the number that means something.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import gc
 import random
 import statistics
 import tempfile
@@ -27,8 +25,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks._engines import Running, processor_seconds, running, sglang_is_built
 from reef.demo.model import smollm2_directory
+from reef.inference.local.config import LocalConfig
+from reef.inference.local.engine import LocalEngine
 from reef.runtime.interfaces import GenerateRequest, PauseMode, SamplingParams, TokenChunk, WeightKind, WeightLoad
 
 LANE = "agents"
@@ -50,8 +49,7 @@ class Agent:
     asked_at: float = 0.0
     release: int = 0  # when it asked
     shareable: int = 0  # tokens of its prompt that were computed, or asked for, under that release
-    asking: bool = False
-    waiting: bool = False  # for the first token of its answer
+    waiting: bool = True  # for the first token of its answer
 
 
 @dataclass(slots=True)
@@ -66,58 +64,47 @@ class Outcome:
 
 
 class Traffic:
-    """Asks one engine until every agent has had its turns."""
+    """Drives one engine until every agent has had its turns."""
 
-    def __init__(self, engine: Running, options: argparse.Namespace, mode: PauseMode, adapters: list[Path]) -> None:
+    def __init__(self, engine: LocalEngine, options: argparse.Namespace, mode: PauseMode, adapters: list[Path]) -> None:
         self.engine, self.options, self.mode, self.adapters = engine, options, mode, adapters
         self.luck = random.Random(0)
         prefix = self.ids(int(options.prefix * options.scale))
         self.agents = [Agent(number, list(prefix)) for number in range(options.agents)]
         self.turns = 0
         self.releases = 0
-        self.publishing = False
         self.known: set[int] = set()  # pages under the load that serves
         self.outcome = Outcome()
 
     def ids(self, count: int) -> list[int]:
         return [self.luck.randrange(100, 40000) for _ in range(count)]
 
-    async def run(self) -> Outcome:
-        await self.engine.handler.connect()
-        try:
-            began, spent = time.perf_counter(), processor_seconds()
-            await asyncio.gather(*(self.talk(agent) for agent in self.agents))
-            self.outcome.seconds, self.outcome.processor = time.perf_counter() - began, processor_seconds() - spent
-        finally:
-            await self.engine.handler.close()
-        [report] = self.engine.backend.reports()
-        self.outcome.computed_tokens = int(report.stats.get("computed_tokens", 0))
+    def run(self) -> Outcome:
+        began, spent = time.perf_counter(), time.process_time()
+        for agent in self.agents:
+            self.ask(agent)
+        while self.engine.has_work():
+            for chunk in self.engine.step():
+                self.take(chunk)
+            if self.turns >= (self.releases + 1) * self.options.every * len(self.agents):
+                self.publish()
+        self.outcome.seconds, self.outcome.processor = time.perf_counter() - began, time.process_time() - spent
+        self.outcome.computed_tokens = int(self.engine.report().stats["computed_tokens"])
         return self.outcome
 
-    async def talk(self, agent: Agent) -> None:
-        while agent.turn < self.options.turns:
-            async for chunk in self.engine.handler.generate(self.ask(agent)):
-                self.take(agent, chunk)
-            if not self.publishing and self.turns >= (self.releases + 1) * self.options.every * len(self.agents):
-                self.publishing = True
-                await self.publish()
-                self.publishing = False
-
-    def ask(self, agent: Agent) -> GenerateRequest:
+    def ask(self, agent: Agent) -> None:
         agent.history += self.ids(max(4, int(100 * self.options.scale)))
-        agent.asked_at, agent.release = time.perf_counter(), self.releases
-        agent.asking = agent.waiting = True
+        agent.asked_at, agent.waiting, agent.release = time.perf_counter(), True, self.releases
         pages = _pages(agent.history)
         agent.shareable = 16 * len(self.known.intersection(pages))
         self.known.update(pages)
         sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True, seed=agent.number)
-        return GenerateRequest(
-            request_id=f"{agent.number}-{agent.turn}", prompt_ids=list(agent.history), sampling=sampling, lane=LANE
+        self.engine.add(
+            GenerateRequest(request_id=f"{agent.number}", prompt_ids=list(agent.history), sampling=sampling, lane=LANE)
         )
 
-    def take(self, agent: Agent, chunk: TokenChunk) -> None:
-        if chunk.error is not None:
-            raise RuntimeError(chunk.error)
+    def take(self, chunk: TokenChunk) -> None:
+        agent = self.agents[int(chunk.request_id)]
         if agent.waiting:
             agent.waiting = False
             if agent.release == self.releases:
@@ -130,23 +117,24 @@ class Traffic:
             return
         if agent.release == self.releases or self.mode is PauseMode.RETRACT:
             self.known.update(_pages(agent.history))
-        agent.asking = False
         agent.turn += 1
         self.turns += 1
+        if agent.turn < self.options.turns:
+            self.ask(agent)
 
-    async def publish(self) -> None:
-        number, backend = self.releases + 1, self.engine.backend
-        load_id, path = f"engine:{number}", str(self.adapters[number % len(self.adapters)])
-        load = WeightLoad(runtime_load_id=load_id, content_id=load_id, kind=WeightKind.LORA, path=path)
-        await asyncio.to_thread(backend.stage, load)
-        self.releases = number
-        again = [one for one in self.agents if one.asking and (one.waiting or self.mode is PauseMode.RETRACT)]
-        self.known = {page for agent in again for page in _pages(agent.history)}
-        await asyncio.to_thread(backend.pause, self.mode)
-        await asyncio.to_thread(backend.activate, LANE, load_id)
-        await asyncio.to_thread(backend.resume)
-        if number > 1:
-            await asyncio.to_thread(backend.drop, f"engine:{number - 1}")
+    def publish(self) -> None:
+        self.releases += 1
+        in_flight = [one for one in self.agents if one.turn < self.options.turns]
+        computed_again = [one for one in in_flight if one.waiting or self.mode is PauseMode.RETRACT]
+        self.known = {page for agent in computed_again for page in _pages(agent.history)}
+        load_id = f"engine:{self.releases}"
+        path = str(self.adapters[self.releases % len(self.adapters)])
+        self.engine.stage(WeightLoad(runtime_load_id=load_id, content_id=load_id, kind=WeightKind.LORA, path=path))
+        self.engine.pause(self.mode)
+        self.engine.activate(LANE, load_id)
+        self.engine.resume()
+        if self.releases > 1:
+            self.engine.drop(f"engine:{self.releases - 1}")
 
 
 def _pages(tokens: list[int]) -> list[int]:
@@ -175,10 +163,17 @@ def make_adapters(model: Path, directory: Path) -> list[Path]:
     return made
 
 
-def measure(name: str, model: Path, way: str, options: argparse.Namespace, adapters: list[Path]) -> Outcome:
+def measure(model: Path, way: str, options: argparse.Namespace, adapters: list[Path]) -> Outcome:
     shares, mode = WAYS[way]
-    with running(name, model, options.threads, share=shares, mode=mode, lora=True) as engine:
-        return asyncio.run(Traffic(engine, options, mode, adapters).run())
+    config = LocalConfig(
+        model_path=str(model), threads=options.threads, prefix_cache=shares, kv_cache_tokens=65536, max_running=64
+    )
+    engine = LocalEngine(config)
+    try:
+        return Traffic(engine, options, mode, adapters).run()
+    finally:
+        del engine
+        gc.collect()
 
 
 def main() -> None:
@@ -189,38 +184,30 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--prefix", type=int, default=2000, help="tokens of system prompt and tools")
     parser.add_argument("--every", type=int, default=5, help="turns of the average agent between two publications")
-    parser.add_argument("--engines", nargs="+", choices=("local", "sglang"), default=None)
-    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
     model = options.model or smollm2_directory()
-    names = options.engines or ["local", *(["sglang"] if sglang_is_built() else [])]
     print(
         f"{model.name}: {options.agents} agents, {options.turns} turns, scale {options.scale}, prefix {options.prefix}"
     )
     with tempfile.TemporaryDirectory() as directory:
         adapters = make_adapters(model, Path(directory))
-        for name in names:
-            found: dict[str, list[Outcome]] = {way: [] for way in options.ways}
-            for _ in range(options.rounds):
-                for way, outcomes in found.items():
-                    outcomes.append(measure(name, model, way, options, adapters))
-                    print(f"  {name:<7}{way:<9} {summary(outcomes, found[options.ways[0]])}", flush=True)
+        rounds = [{way: measure(model, way, options, adapters) for way in WAYS} for _ in range(options.rounds)]
+    for way in WAYS:
+        print(f"  {way:<9} {summary([one[way] for one in rounds], [one['off'] for one in rounds])}", flush=True)
 
 
 def summary(outcomes: list[Outcome], rivals: list[Outcome]) -> str:
-    """Of the rounds so far; `rivals` are the outcomes of the first way in the same rounds."""
     first = sorted(seconds for one in outcomes for seconds in one.first_token)
     last = outcomes[-1]
     gain = statistics.median(rival.processor / one.processor for one, rival in zip(outcomes, rivals, strict=True))
     wall = statistics.median(rival.seconds / one.seconds for one, rival in zip(outcomes, rivals, strict=True))
     reused = f"{last.hit_tokens} of {last.shareable_tokens}" if last.hit_tokens else "nothing"
-    computed = f"computed {last.computed_tokens} tokens, " if last.computed_tokens else ""
     return (
         f"{statistics.median(one.output_tokens / one.seconds for one in outcomes):.1f} tokens/s, "
-        f"{wall:.1f} times the first ({gain:.1f} in processor time); first token {statistics.median(first):.2f} s, "
-        f"p95 {first[int(0.95 * len(first))]:.2f} s; {computed}reused {reused} shareable"
+        f"{wall:.1f} times off ({gain:.1f} in processor time); first token {statistics.median(first):.2f} s, "
+        f"p95 {first[int(0.95 * len(first))]:.2f} s; computed {last.computed_tokens} tokens, reused {reused} shareable"
     )
 
 
