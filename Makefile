@@ -17,7 +17,7 @@ STAMP := $(VENV)/.reef-installed-$(subst $(comma),-,$(EXTRAS))
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check fuzz bench crash gpu docs install engine-sglang clean
+.PHONY: demo test check fuzz bench crash gpu docs install engine-sglang engine-sglang-environment clean
 
 demo: $(STAMP)
 	$(BIN)/reef demo $(ARGS)
@@ -45,10 +45,13 @@ bench: $(STAMP)
 crash: $(STAMP)
 	$(BIN)/python -m crash $(ARGS)
 
-# Builds SGLang's environment in the user's cache unless it is there, and runs the real server on the CPU.
-engine-sglang: $(STAMP)
-	$(BIN)/python -m reef.inference.sglang.environment $(PIP_FLAGS)
+# Runs the real server on the CPU.
+engine-sglang: engine-sglang-environment
 	$(BIN)/python -m pytest $(or $(ARGS),tests/engines)
+
+# In the user's cache, unless it is there.
+engine-sglang-environment: $(STAMP)
+	$(BIN)/python -m reef.inference.sglang.environment $(PIP_FLAGS)
 
 # Where torch finds no CUDA device, `python -m gpu` exits with 3 and runs nothing; ARGS="--device cpu" runs it there.
 gpu: $(STAMP)

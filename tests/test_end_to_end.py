@@ -33,6 +33,8 @@ PROMPT = [{"role": "user", "content": "Tell me about the reef."}]
 class Reef:
     """One deployment on one data directory; may be started, killed and started again."""
 
+    patience = 60.0  # seconds for a step
+
     def __init__(self, model: Path, directory: Path, **flags: object) -> None:
         self.model, self.directory = model, directory
         self.flags = {
@@ -85,13 +87,18 @@ class Reef:
     def report(self, receipt: str, score: float) -> None:
         self.http.post("/reef/report", json={"score": score, "references": [receipt]}).raise_for_status()
 
-    def teach(self) -> list[str]:
-        """Four answers, scored 0, 1, 0, 1; return the receipts once a release came of them."""
-        before = self.head()["number"]
+    def lesson(self) -> list[str]:
+        """Four answers, scored 0, 1, 0, 1; return the receipts."""
         receipts = [self.ask(seed=seed)[0] for seed in range(4)]
         for index, receipt in enumerate(receipts):
             self.report(receipt, float(index % 2))
-        deadline = time.monotonic() + 60
+        return receipts
+
+    def teach(self) -> list[str]:
+        """A lesson; return its receipts once a release came of it."""
+        before = self.head()["number"]
+        receipts = self.lesson()
+        deadline = time.monotonic() + self.patience
         while self.head()["number"] == before:
             assert time.monotonic() < deadline, self.status()
             time.sleep(0.1)
@@ -121,7 +128,7 @@ class Reef:
         """What `reef verify` says of the data directory; it must be clean."""
         command = [sys.executable, "-m", "reef.cli", "verify", "--data-dir", self.directory / "data", "--json"]
         env = {**os.environ, **environment}
-        done = subprocess.run(command, cwd=self.directory, env=env, capture_output=True, text=True, timeout=90)
+        done = subprocess.run(command, cwd=self.directory, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr
         return next(one for one in json.loads(done.stdout)["scenarios"] if one["scenario"] == "default")
 

@@ -36,6 +36,17 @@ def test_score_is_what_transformers_says(served) -> None:
     assert scores == pytest.approx(rescored(served.model, PROMPT[:1], PROMPT[1:]), abs=1e-4)
 
 
+def test_a_paused_engine_scores_too_and_stays_paused(served) -> None:
+    """As a publication needs it that is tried again on engines that were replaced."""
+    served.backend.pause(PauseMode.RETRACT)
+    try:
+        [scores] = served.backend.score(served.served(), PROMPT)
+        assert served.report().paused
+    finally:
+        served.backend.resume()
+    assert scores == pytest.approx(rescored(served.model, PROMPT[:1], PROMPT[1:]), abs=1e-4)
+
+
 def test_both_log_probabilities_of_a_drawn_token(served) -> None:
     """At temperature 1 of the model, and of the distribution that was drawn from."""
 
@@ -52,7 +63,7 @@ def test_both_log_probabilities_of_a_drawn_token(served) -> None:
     served.run(test)
 
 
-def drawn(model, prompt_ids, output_ids, *, temperature, top_k=0, top_p=1.0) -> list[float]:
+def drawn(model, prompt_ids, output_ids, *, temperature, top_k=0, top_p=1.0, min_p=0.0) -> list[float]:
     """Log-probability of each token under what is left after the filters."""
     import torch
 
@@ -64,13 +75,35 @@ def drawn(model, prompt_ids, output_ids, *, temperature, top_k=0, top_p=1.0) -> 
     found = []
     for row, token in zip((logits / temperature).softmax(-1), output_ids, strict=True):
         ordered, order = row.sort(descending=True)
-        keep = ordered.cumsum(0) - ordered <= top_p
+        keep = (ordered.cumsum(0) - ordered <= top_p) & (ordered >= ordered[0] * min_p)
         if top_k:
             keep[top_k:] = False
         place = (order == token).nonzero().item()
         assert keep[place]
         found.append(math.log(row[token] / ordered[keep].sum()))
     return found
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9, "top_k": 50}, {"min_p": 0.01}])
+def test_a_seed_draws_the_same_whatever_runs_beside_it(served, filters) -> None:
+    async def test(handler) -> None:
+        options = {"temperature": 1.0, "seed": 2**63 + 5, **filters}
+        alone = await ask(handler, PROMPT, 24, **options)
+        beside = [start(handler, PREFIX[number : number + 30], 40, temperature=1.0, top_p=0.8) for number in range(3)]
+        for one in beside:
+            await one.has(2)
+        again = start(handler, PROMPT, 24, **options)
+        other = start(handler, PROMPT, 24, **{**options, "seed": 6})
+        free = [start(handler, PROMPT, 24, temperature=1.0, **filters) for _ in range(2)]
+        for one in (again, other, *free, *beside):
+            await one.task
+        assert again.answer.token_ids == alone.token_ids
+        assert len({tuple(one.answer.token_ids) for one in (again, other, *free)}) == 4
+        assert_scores(again.answer, served.model, PROMPT)
+        expected = drawn(served.model, PROMPT, alone.token_ids, temperature=1.0, **filters)
+        assert alone.sampled_logprobs == pytest.approx(expected, abs=1e-3)
+
+    served.run(test)
 
 
 def test_penalties_bias_and_grammar_leave_the_models_log_probabilities_alone(served) -> None:
@@ -107,7 +140,6 @@ def test_end_by_stop_token_and_stop_string(served) -> None:
         ({"max_tokens": 4090}, "sampling.max_tokens"),
         ({"temperature": -1.0}, "sampling.temperature"),
         ({"stop_token_ids": [10**7]}, "sampling.stop_token_ids"),
-        ({"seed": 1}, "sampling.seed"),
         ({"stop_token_ids": [5]}, "sampling.stop_token_ids"),
     ],
 )
@@ -241,7 +273,7 @@ def test_full_weights_serve_one_lane(served, weights, adapters) -> None:
     assert served.to_base() != load.runtime_load_id
 
 
-def test_borrowed_engine_is_verified_and_left_alone(served) -> None:
+def test_borrowed_engine_is_verified_and_left_alone(served, weights) -> None:
     url = served.backend.endpoints()[0]
     closed = sglang_config(served.model, endpoints=[url], options={"disable-radix-cache": True})
     backend = SGLangBackend(closed, mode=PauseMode.IN_PLACE, lora=True)
@@ -256,6 +288,8 @@ def test_borrowed_engine_is_verified_and_left_alone(served) -> None:
     backend.resume()
     backend.close()
     assert served.backend.health() is None and served.report().lanes == {}
+    served.publish(served.fresh(weights[0]), PauseMode.RETRACT)  # its owner cannot know what it was left with
+    served.to_base()
 
 
 def test_handler_verifies_what_it_connects_to(served) -> None:

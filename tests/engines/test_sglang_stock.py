@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -47,16 +47,21 @@ def test_it_is_stock(stock) -> None:
 
 
 def test_flush_behind_a_pause_fails_while_a_grammar_compiles(stock) -> None:
-    outcome = {}
-    asking = threading.Thread(target=lambda: outcome.update(generate(stock, [5, 6], 30, json_schema=slow_schema(7))))
-    asking.start()
-    time.sleep(1.0)  # it reaches the scheduler; the compilation takes longer
-    stock._call("POST", "/pause_generation", {"mode": "retract"})
-    with pytest.raises(Refused, match="refused POST /flush_cache with 400"):
-        stock.flush()
-    stock.resume()
-    asking.join(SECONDS)
-    assert outcome["completion_tokens"] > 0
+    refusals: list[str] = []
+    with ThreadPoolExecutor(1) as clients:
+        for number in range(9):  # until a pause falls between a request's arrival and the end of its compilation
+            asked = clients.submit(generate, stock, [5, 6], 30, json_schema=slow_schema(number))
+            time.sleep(1.0)
+            stock._call("POST", "/pause_generation", {"mode": "retract"})
+            try:
+                stock.flush()
+            except Refused as refused:
+                refusals.append(str(refused))
+            stock.resume()
+            assert asked.result(SECONDS)["completion_tokens"] > 0
+            if refusals:
+                break
+    assert "refused POST /flush_cache with 400" in refusals[0]
 
 
 def test_old_prefix_serves_under_new_weights(stock, weights) -> None:

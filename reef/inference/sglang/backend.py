@@ -37,7 +37,7 @@ log = logging.getLogger("reef.sglang")
 
 T = TypeVar("T")
 
-PLUGIN_VERSION = "1"
+PLUGIN_VERSION = "2"
 
 # Trainer and engine run the same model through different kernels; see the local engine for what was measured.
 _PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0, "float16": 0.1}
@@ -205,7 +205,8 @@ class SGLangBackend(InferenceBackend):
                 continue
             if state.weights != BASE_LOAD_ID:
                 engine.control.pause(self._mode)
-                self._flush_if_retracting(engine)
+                if self._mode is PauseMode.RETRACT:
+                    engine.control.flush()
                 engine.control.update_weights(state.settings.model_path, BASE_LOAD_ID)
                 engine.control.resume()
             engine.control.put_table({}, {}, BASE_LOAD_ID)
@@ -261,10 +262,6 @@ class SGLangBackend(InferenceBackend):
             with self._lock:
                 self._doubt = self._doubt or str(error)
             raise BarrierError(str(error)) from error
-
-    def _flush_if_retracting(self, engine: Engine) -> None:
-        if self._mode is PauseMode.RETRACT:
-            engine.control.flush()
 
     # ------------------------------------------------------------------ weights
 
@@ -394,7 +391,14 @@ class SGLangBackend(InferenceBackend):
                     engine.control.unload_adapter(name)
 
     def score(self, runtime_load_id: str, token_ids: list[int]) -> list[list[float]]:
-        return self._each(lambda engine: engine.control.score(token_ids, runtime_load_id))
+        """A paused engine answers nothing: for as long as this takes, it goes on with what its lanes serve."""
+        if self._paused is None:
+            return self._each(lambda engine: engine.control.score(token_ids, runtime_load_id))
+        self.resume()
+        try:
+            return self.score(runtime_load_id, token_ids)
+        finally:
+            self.pause(self._mode)
 
     def _put_table(self) -> None:
         base = self._weights if self._holds_base else BASE_LOAD_ID

@@ -26,6 +26,7 @@ from reef.runtime.interfaces import (
 
 _STATE_SECONDS = 60.0
 _DONE = b"[DONE]"
+_INT64 = 2**63 - 1  # SGLang's seeds are signed
 
 
 class _Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
@@ -129,8 +130,6 @@ class SGLangHandler(InferenceHandler):
         sampling = request.sampling
         if sampling.ignore_eos and sampling.stop_token_ids:
             raise InvalidRequest("stop_token_ids cannot be combined with ignore_eos here", "sampling.stop_token_ids")
-        if sampling.seed is not None:
-            raise InvalidRequest("seed is not supported by this engine", "sampling.seed")
 
 
 def _state(url: str) -> EngineState:
@@ -168,6 +167,7 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
         "stop": params.stop or None,
         "stop_token_ids": params.stop_token_ids or None,
         "ignore_eos": params.ignore_eos,
+        "sampling_seed": None if params.seed is None else params.seed & _INT64,
         "skip_special_tokens": False,
         **_grammar(params.grammar),
     }

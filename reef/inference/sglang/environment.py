@@ -61,6 +61,7 @@ def build(pip_arguments: list[str]) -> Path:
         python = target / "bin" / "python"
         install = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", *pip_arguments]
         subprocess.run([*install, "-r", str(REQUIREMENTS)], check=True)
+        subprocess.run([str(python), "-c", "import torch"], check=True)  # a build with CUDA lacks its libraries here
         (target / _STAMP).touch()
         return python
 

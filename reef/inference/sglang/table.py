@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from reef.errors import EngineError
 from reef.inference.sglang.control import EngineState
 from reef.runtime.interfaces import BASE_LOAD_ID, EngineReport, MemoryRegion, MemoryReport
 
@@ -13,7 +14,12 @@ def table_entry(content_id: str, adapter: str | None, weights: str) -> dict[str,
 
 
 def engine_report(name: str, state: EngineState) -> EngineReport:
-    """Loads that are resident, or are the base model's content, which always can be; one page is one token."""
+    """Loads that are resident, or are the base model's content, which always can be; one page is one token.
+
+    Raises EngineError for an engine that has just started.
+    """
+    if BASE_LOAD_ID not in state.loads:
+        raise EngineError(f"{name} was not told of any load yet")
     schedulers = state.schedulers
     base = state.loads[BASE_LOAD_ID]["content_id"]
     resident = {

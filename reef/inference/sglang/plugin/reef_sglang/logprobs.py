@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .seeds import redraw
 from .version_keys import served_weights
 
 WEIGHTS, DRAWN = "reef_weights", "reef_drawn"
@@ -51,22 +52,23 @@ def draw(
     original: Any, sampler: Any, probs: Any, sampling_info: Any, positions: Any, simple_sampling_case: bool
 ) -> Any:
     """Around `Sampler._sample_from_probs`; `probs` are after temperature, [batch, vocabulary]."""
-    kept_mass = None if simple_sampling_case else _kept_mass(probs, sampling_info)
-    before = probs if kept_mass is None else probs.clone()
+    before = probs if simple_sampling_case else probs.clone()
+    kept = before if simple_sampling_case else _kept(before, sampling_info)
     result = original(sampler, probs, sampling_info, positions, simple_sampling_case)
+    redraw(result[0], kept, positions, sampling_info.reef_seeds)
     chosen = before.gather(1, result[0].long().view(-1, 1)).view(-1)
-    sampling_info.reef_drawn = (chosen if kept_mass is None else chosen / kept_mass).log()
+    sampling_info.reef_drawn = (chosen if simple_sampling_case else chosen / kept.sum(dim=-1)).log()
     return result
 
 
-def _kept_mass(probs: Any, sampling_info: Any) -> Any:
-    """Probability that survives top-k, top-p and min-p, as SGLang's torch sampler applies them. [batch]"""
+def _kept(probs: Any, sampling_info: Any) -> Any:
+    """What survives top-k, top-p and min-p, as SGLang's torch sampler applies them; the rest is 0. [batch, vocab]"""
     import torch
 
-    ordered = probs.sort(dim=-1, descending=True).values
+    ordered, order = probs.sort(dim=-1, descending=True)
     before = ordered.cumsum(dim=-1) - ordered
     ranks = torch.arange(ordered.shape[-1], device=probs.device).view(1, -1)
     kept = (ranks < sampling_info.top_ks.view(-1, 1)) & (before <= sampling_info.top_ps.view(-1, 1))
     if sampling_info.need_min_p_sampling:
         kept &= ordered >= (ordered[:, 0] * sampling_info.min_ps).view(-1, 1)
-    return (ordered * kept).sum(dim=-1)
+    return torch.zeros_like(probs).scatter(1, order, ordered * kept)
