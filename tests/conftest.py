@@ -7,13 +7,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch is imported; spinning threads starve others
 
-# A busy machine is slow, and that is no failure of a property.
-settings.register_profile("reef", deadline=None)
+# The same examples in every run, and a busy machine is slow, which is no failure of a property. `make fuzz` draws anew.
+settings.register_profile(
+    "reef",
+    deadline=None,
+    derandomize="REEF_FUZZ" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("reef")
 
 

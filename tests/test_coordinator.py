@@ -19,7 +19,7 @@ from reef.runtime.executor.process import identify, lives  # noqa: E402
 from reef.runtime.remote import read_discovery  # noqa: E402
 from tests.test_end_to_end import Reef, worst_difference  # noqa: E402
 
-SECONDS = 60.0
+SECONDS = 200.0
 
 
 def until(condition, what: str) -> None:

@@ -34,7 +34,7 @@ def deployment(model: Path, tmp_path_factory) -> Iterator[SmallDisk]:
     directory = tmp_path_factory.mktemp("disk")
     if not can_mount(directory):
         pytest.skip("needs a tmpfs in a user namespace")
-    made = SmallDisk(directory / "run", {**FLAGS, "inference.model-path": model})
+    made = SmallDisk(directory / "run", {**FLAGS, "inference.model-path": model, "inference.health-timeout": 60})
     made.start()
     try:
         made.wait_until_healthy(SECONDS)

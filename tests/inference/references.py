@@ -59,7 +59,7 @@ def engine(path: Path, **options: Any) -> LocalEngine:
 def request(
     request_id: str, prompt_ids: list[int], *, lane: str = BASE_LANE, load: str | None = None, **sampling: Any
 ) -> GenerateRequest:
-    options = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, **sampling}
+    options = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, "seed": sum(request_id.encode()), **sampling}
     return GenerateRequest(
         request_id=request_id,
         prompt_ids=prompt_ids,

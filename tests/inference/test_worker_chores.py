@@ -90,7 +90,7 @@ def test_a_step_runs_between_any_two_slices(fresh, adapter, monkeypatch):
     async def body():
         async with client(path) as handler:
             reader = Reader()
-            task = asyncio.ensure_future(reader.read(handler, ask(max_tokens=3000)))
+            task = asyncio.ensure_future(reader.read(handler, ask(max_tokens=3500)))
             await reader.has(3)
             steps = [(await control(worker.report)).stats["steps"]]
             await control(worker.stage, load("engine:1", adapter))
@@ -129,7 +129,7 @@ def test_a_publication_and_requests_go_on_while_something_is_staged(fresh, adapt
     worker, path = fresh
     worker.stage(WeightLoad(runtime_load_id="engine:1", content_id="base", kind=load("x", adapter).kind, path=None))
     staging = callers.submit(worker.stage, load("engine:2", adapter))
-    assert halfway.reached.wait(30)
+    assert halfway.reached.wait(200)
 
     async def body():
         async with client(path) as handler:
@@ -146,7 +146,7 @@ def test_a_publication_and_requests_go_on_while_something_is_staged(fresh, adapt
     run(body())
     assert not staging.done()
     halfway.go_on()
-    staging.result(30)
+    staging.result(200)
     assert "engine:2" in worker.report().loads
 
 
@@ -156,7 +156,7 @@ def test_staged_and_scored_while_paused(fresh, adapter):
     async def body():
         async with client(path) as handler:
             reader = Reader()
-            task = asyncio.ensure_future(reader.read(handler, ask(max_tokens=1500)))
+            task = asyncio.ensure_future(reader.read(handler, ask(max_tokens=3500)))
             await reader.has(3)
             await control(worker.pause, PauseMode.IN_PLACE)
             before = await control(worker.report)
@@ -173,39 +173,39 @@ def test_staged_and_scored_while_paused(fresh, adapter):
 def test_two_stagings_at_once_both_end(fresh, adapter, halfway, callers):
     worker, _ = fresh
     first = callers.submit(worker.stage, load("engine:1", adapter))
-    assert halfway.reached.wait(30)
+    assert halfway.reached.wait(200)
     second = callers.submit(worker.stage, load("engine:2", adapter))
     again = callers.submit(worker.stage, load("engine:1", adapter))
     halfway.go_on()
     for future in (first, second, again):
-        future.result(30)
+        future.result(200)
     assert set(worker.report().loads) == {BASE_LOAD_ID, "engine:1", "engine:2"}
 
 
 def test_dropped_while_it_is_staged(fresh, adapter, halfway, callers):
     worker, _ = fresh
     staging = callers.submit(worker.stage, load("engine:1", adapter))
-    assert halfway.reached.wait(30)
+    assert halfway.reached.wait(200)
     worker.drop("engine:1")
     halfway.go_on()
     with pytest.raises(EngineError, match="was dropped"):
-        staging.result(30)
+        staging.result(200)
     assert set(worker.report().loads) == {BASE_LOAD_ID}
 
 
 def test_closed_while_something_is_staged(fresh, adapter, halfway, callers):
     worker, _ = fresh
     staging = callers.submit(worker.stage, load("engine:1", adapter))
-    assert halfway.reached.wait(30)
+    assert halfway.reached.wait(200)
     worker.close()
     with pytest.raises(EngineError, match="closed"):
-        staging.result(30)
+        staging.result(200)
 
 
 def test_a_broken_engine_stages_nothing(fresh, adapter, halfway, callers, monkeypatch):
     worker, path = fresh
     staging = callers.submit(worker.stage, load("engine:1", adapter))
-    assert halfway.reached.wait(30)
+    assert halfway.reached.wait(200)
     fail_steps(monkeypatch, 1, EngineUncertain("half a write"))
 
     async def body():
@@ -214,7 +214,7 @@ def test_a_broken_engine_stages_nothing(fresh, adapter, halfway, callers, monkey
 
     run(body())
     with pytest.raises(EngineUncertain, match="half a write"):
-        staging.result(30)
+        staging.result(200)
     with pytest.raises(EngineUncertain, match="half a write"):
         worker.score(BASE_LOAD_ID, IDS)
 
@@ -236,5 +236,5 @@ def test_a_disk_that_stalls_delays_nobody(fresh, adapter, callers, tmp_path):
     (tmp_path / "slow" / "adapter_model.safetensors").rename(tmp_path / "pipe")
     shutil.copy(adapter / "adapter_model.safetensors", tmp_path / "slow")
     os.close(writer)
-    staging.result(30)
+    staging.result(200)
     assert "engine:1" in worker.report().loads
