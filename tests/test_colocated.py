@@ -101,7 +101,8 @@ def test_learning_on_shared_memory_while_clients_stream(reef: Reef):
 
 @pytest.mark.timeout(400)
 def test_every_death_at_a_hand_over_ends_with_the_committed_release_serving(tmp_path):
-    kind = Kind("colocated", {"training.mode": "full", "inference.pause-mode": "retract", **COLOCATED, "inference.health-timeout": 60})
+    flags = {"training.mode": "full", "inference.pause-mode": "retract", "inference.health-timeout": 60}
+    kind = Kind("colocated", {**flags, **COLOCATED})
     kills = (
         Kill(Point.TRAINER_STEP, "before", "engine"),  # its memory is the trainer's
         Kill(Point.GIVE_BACK_DEVICE, "before", "trainer"),

@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from reef.inference.local.config import LocalConfig
-from reef.runtime.interfaces import BASE_LANE, EngineReport, GenerateRequest, InferenceHandler, SamplingParams, TokenChunk
+from reef.runtime.interfaces import (
+    BASE_LANE,
+    EngineReport,
+    GenerateRequest,
+    InferenceHandler,
+    SamplingParams,
+    TokenChunk,
+)
 
 
 def tiny_config(model: Path, **changes) -> LocalConfig:
