@@ -64,7 +64,6 @@ def reef(tiny_model: Path, tmp_path: Path) -> Iterator[Reef]:
     made.server.stop()
 
 
-@pytest.mark.timeout(400)
 def test_a_service_and_its_coordinator_die_in_turn(reef):
     coordinator = Coordinator(reef)
     coordinator.start()
@@ -95,7 +94,6 @@ def test_a_service_and_its_coordinator_die_in_turn(reef):
         coordinator.stop()
 
 
-@pytest.mark.timeout(400)
 def test_a_coordinator_in_a_process_of_its_own_is_replaced(tiny_model, tmp_path):
     reef = Reef(tiny_model, tmp_path, **{"execution.runtime": "executor_training"})
     reef.start()

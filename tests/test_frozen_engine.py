@@ -27,7 +27,7 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
     flags = {
         "inference.model-path": make_model(tmp_path / "model"),
         "inference.engines": 2,
-        "inference.health-timeout": 4,
+        "inference.health-timeout": 8,
         "inference.threads": 1,
         "inference.kv-cache-tokens": 4096,
         "reef.default-scenario": "alpha",
@@ -41,7 +41,6 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
         made.end()
 
 
-@pytest.mark.timeout(600)
 def test_a_frozen_engine_is_replaced_and_its_requests_get_503(deployment):
     url = f"http://127.0.0.1:{deployment.port}/v1/chat/completions"
 

@@ -80,7 +80,6 @@ def test_wheel_has_the_package_and_nothing_else(wheel) -> None:
     assert sources - set(names) == set()
 
 
-@pytest.mark.timeout(600)
 def test_base_install_imports_every_base_module(empty_environment) -> None:
     modules = base_modules(read(ROOT))
     assert {"reef.cli", "reef.config", "reef.service.app", "reef.recipe", "reef.train.torch_backend.config"} <= {
@@ -96,7 +95,6 @@ def test_base_install_imports_every_base_module(empty_environment) -> None:
     assert ROOT not in Path(result["file"]).parents  # the installed one, not this checkout
 
 
-@pytest.mark.timeout(600)
 def test_base_install_has_a_command_line(empty_environment) -> None:
     home = empty_environment.parent
     shown = run(home / "reef", "--help", cwd=home)

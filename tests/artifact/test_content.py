@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from reef.artifact.content import DirectoryContentStore
 from reef.errors import NotFound, StorageError
+from tests.conftest import examples
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ names = st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size
 )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.dictionaries(names, st.binary(max_size=20), min_size=1, max_size=4))
 def test_any_names_and_bytes_round_trip(tmp_path_factory, content):
     scratch = tmp_path_factory.mktemp("any")

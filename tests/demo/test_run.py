@@ -70,7 +70,6 @@ def test_another_answer_after_the_rollback_fails(tmp_path):
     assert "0 of 32 greedy answers are not the base's" in shown
 
 
-@pytest.mark.timeout(600)
 def test_one_step_on_the_real_model_publishes_and_rolls_back_but_is_not_enough(smollm2, tmp_path):
     assert run.main(seed=0, steps=1, output=tmp_path, keep=True) == 1
     report = json.loads((tmp_path / "report.json").read_text())
@@ -83,7 +82,6 @@ def test_one_step_on_the_real_model_publishes_and_rolls_back_but_is_not_enough(s
     assert wait_for_none(tmp_path) == []
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_stops_its_server(smollm2, tmp_path, number):
     command = [sys.executable, "-m", "reef.cli", "demo", "--output", str(tmp_path)]

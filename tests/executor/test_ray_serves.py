@@ -37,7 +37,6 @@ def wait_for_health(reef: Reef, seconds: float = 200.0) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.timeout(400)
 def test_serve_learn_and_survive_on_a_borrowed_cluster(ray_cluster, tiny_model, tmp_path):
     address = ray.get_runtime_context().gcs_address
     flags = {"execution.executor": "auto", "execution.ray-address": address}
@@ -65,7 +64,6 @@ def test_serve_learn_and_survive_on_a_borrowed_cluster(ray_cluster, tiny_model, 
     assert ray.get_runtime_context().gcs_address == address and ray_cluster.owned
 
 
-@pytest.mark.timeout(400)
 def test_a_coordinator_in_an_actor_is_replaced(ray_cluster, tiny_model, tmp_path):
     address = ray.get_runtime_context().gcs_address
     flags = {"execution.runtime": "ray_training", "execution.ray-address": address, "execution.cpus-per-worker": 0.5}

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from tests.conftest import examples
 from tests.service.conftest import body
 
 MESSAGES = b'"model":"m","messages":[{"role":"user","content":"x"}]'
@@ -165,7 +166,7 @@ def test_any_bytes_at_all_are_answered_below_500(gateway):
     )
 
     @given(bodies)
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(60))
     def check(content):
         response = gateway.http.post("/v1/chat/completions", content=content)
         assert response.status_code in (200, 400)

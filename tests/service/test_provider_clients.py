@@ -21,8 +21,6 @@ from tests.service.conftest import Running  # noqa: E402
 from tests.service.providers import in_front  # noqa: E402
 from tests.test_cli_serve import ready_url  # noqa: E402
 
-pytestmark = pytest.mark.timeout(300)
-
 KEY = "upstream-key"
 MESSAGES = [{"role": "user", "content": "Hello"}]
 TOOL = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
