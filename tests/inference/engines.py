@@ -24,6 +24,7 @@ from reef.runtime.interfaces import (
 
 def tiny_config(model: Path, **changes) -> LocalConfig:
     settings = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_cache_tokens": 16384, "max_running": 64}
+    settings["grammar_timeout"] = 200.0  # on a busy machine, too
     return LocalConfig(model_path=str(model), **{**settings, **changes})
 
 

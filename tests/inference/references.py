@@ -53,6 +53,7 @@ class Answer:
 
 def engine(path: Path, **options: Any) -> LocalEngine:
     defaults = {"dtype": "float32", "kv_cache_tokens": 2048, "page_size": 8, "max_batch_tokens": 64, "max_running": 16}
+    defaults["grammar_timeout"] = 200.0  # on a busy machine, too
     return LocalEngine(LocalConfig(model_path=str(path), **{**defaults, **options}))
 
 

@@ -262,7 +262,7 @@ def test_one_that_takes_too_long_is_refused_and_the_next_goes_on(compiler):
     assert [type(found[value]) for value in ("a", "b", "c")] == [InvalidRequest, InvalidRequest, Unavailable]
     assert str(found["a"]) == "regex takes longer than 0.05 s to compile"
     compiler.gate.set()
-    deadline = time.monotonic() + 200
+    tested._timeout, deadline = 200.0, time.monotonic() + 200
     while not isinstance(outcome := taken(tested, 1)["c"] if tested.submit("c", regex("c")) is None else None,
                          GrammarState | None):  # fmt: skip
         assert isinstance(outcome, Unavailable) and time.monotonic() < deadline

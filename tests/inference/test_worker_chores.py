@@ -23,7 +23,7 @@ from reef.inference.local.loads import Loads
 from reef.inference.local.slices import Slices
 from reef.inference.local.worker import EngineWorker, _Chore
 from reef.runtime.interfaces import BASE_LOAD_ID, PauseMode, WeightLoad
-from tests.inference.engines import Reader, ask, run, tiny_config
+from tests.inference.engines import Brake, Reader, ask, run, tiny_config
 from tests.inference.references import lora_load, make_adapter
 from tests.inference.test_worker import client, control, fail_steps
 
@@ -125,8 +125,9 @@ def test_a_chore_gets_a_tenth_of_a_step_and_more_the_longer_it_takes(monkeypatch
     assert taken(chore, 0.05) == pytest.approx(0.1, abs=0.003)
 
 
-def test_a_publication_and_requests_go_on_while_something_is_staged(fresh, adapter, halfway, callers):
+def test_a_publication_and_requests_go_on_while_something_is_staged(fresh, adapter, halfway, callers, monkeypatch):
     worker, path = fresh
+    brake = Brake(monkeypatch, worker.report)
     worker.stage(WeightLoad(runtime_load_id="engine:1", content_id="base", kind=load("x", adapter).kind, path=None))
     staging = callers.submit(worker.stage, load("engine:2", adapter))
     assert halfway.reached.wait(200)
@@ -134,11 +135,13 @@ def test_a_publication_and_requests_go_on_while_something_is_staged(fresh, adapt
     async def body():
         async with client(path) as handler:
             reader = Reader()
+            await control(brake.hold, 30)
             task = asyncio.ensure_future(reader.read(handler, ask(max_tokens=60, lane="shop")))
             await reader.has(3)
             await control(worker.pause, PauseMode.IN_PLACE)
             await control(worker.activate, "shop", "engine:1")
             assert (await control(worker.report)).paused
+            await control(brake.lift)
             await control(worker.resume)
             await task
             assert reader.loads == [BASE_LOAD_ID, "engine:1"] and len(reader.tokens) == 60
