@@ -91,7 +91,8 @@ def count_tokens(scenario: str, prompt: int, completion: int, cached: int) -> No
         children = _tokens[label] = (first, second, third)
     children[0].inc(prompt)
     children[1].inc(completion)
-    children[2].inc(cached)
+    if cached:
+        children[2].inc(cached)
 
 
 def count_consumed(scenario: str, dispositions: Iterable[str]) -> None:

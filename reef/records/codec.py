@@ -242,6 +242,8 @@ def _canonical(record: Record) -> Record:
         return replace(record, score=None if record.score is None else float(record.score), sequence=0)
     if isinstance(record, InstructionRecord):
         return replace(record, sequence=0)
+    if not record.generations and not record.sequence:
+        return record
     rounded = [
         replace(
             generation,
@@ -342,7 +344,9 @@ def _digest(kind: RecordKind, scenario: str, record_id: str, content: bytes) -> 
 
 
 def _deflate(content: bytes) -> bytes:
-    compressor = zlib.compressobj(6, zlib.DEFLATED, -15, 8, zlib.Z_DEFAULT_STRATEGY, _DICTIONARY)
+    # A window that just holds everything: deflate's memory, and the time to clear it, go by the window.
+    bits = min(max((len(_DICTIONARY) + len(content)).bit_length(), 9), 15)
+    compressor = zlib.compressobj(6, zlib.DEFLATED, -bits, bits - 7, zlib.Z_DEFAULT_STRATEGY, _DICTIONARY)
     return bytes([VERSION]) + compressor.compress(content) + compressor.flush()
 
 

@@ -15,7 +15,6 @@ import uvicorn
 import uvloop
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
@@ -67,10 +66,6 @@ def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
     ]
     app = Starlette(
         routes=[*routes, openapi_route(routes, managed=deployment.provider is None)],
-        middleware=[
-            Middleware(Authentication, tokens=config.callers, most=config.max_concurrent_requests),
-            Middleware(DirectRoutes, routes=routes),
-        ],
         exception_handlers={
             ReefError: failures.on_reef_error,
             HTTPException: failures.on_http_exception,
@@ -78,10 +73,10 @@ def create_app(deployment: Deployment, config: ServiceConfig) -> Starlette:
             Exception: failures.on_unexpected,
         },
     )
-    app.add_middleware(dashboard.BrowserLogin)  # before authentication
     app.state.gateway = gateway = Gateway(deployment, config)
+    inner = Authentication(DirectRoutes(app, routes), config.callers, config.max_concurrent_requests)
     paths = [route.path for route in app.routes if isinstance(route, Route) and not route.param_convertors]
-    app.state.observer = Observer(app, paths, gateway.redaction.keeps)
+    app.state.observer = Observer(dashboard.BrowserLogin(inner), paths, gateway.redaction.keeps)
     return app
 
 

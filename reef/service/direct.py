@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from reef.errors import ReefError
 from reef.service import failures
 
 
 class DirectRoutes:
-    """ASGI middleware: `POST` on a path without parameters goes to its endpoint at once, with the same errors.
+    """ASGI application: `POST` on a path without parameters goes to its endpoint at once, with the same errors."""
 
-    It comes last of all, so that every other middleware sees what it sees otherwise.
-    """
-
-    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
+    def __init__(self, app: Starlette, routes: Sequence[BaseRoute]) -> None:
         self._app = app
         self._endpoints = {
             route.path: route.endpoint
@@ -32,6 +30,7 @@ class DirectRoutes:
         if endpoint is None:
             await self._app(scope, receive, send)
             return
+        scope["app"] = self._app
         request = Request(scope, receive)
         try:
             response = await endpoint(request)

@@ -29,12 +29,11 @@ from reef.service.failures import CLIENT_CLOSED_REQUEST, stream_failure
 from reef.service.gateway import Gateway
 from reef.service.request import RECEIPT_HEADER, RequestHead, new_record_id
 
-WATCH_AFTER = 0.02
+WATCH_AFTER = 0.25
 """Seconds before anybody looks whether the client is still there; most answers are back by then."""
 
-_USAGE = re.compile(
-    rb'"(?:(prompt|input)|(completion|output)|(cached|cache_read_input))_tokens"\s*:\s*(\d{1,12})\b', re.ASCII
-)  # in JSON text its quotes would be escaped
+_USAGE = re.compile(rb'_tokens"\s*:\s*(\d{1,12})\b', re.ASCII)  # in JSON text its quotes would be escaped
+_COUNTED = {b"prompt": 0, b"input": 0, b"completion": 1, b"output": 1, b"cached": 2, b"cache_read_input": 2}
 _USAGE_WITHIN = 4096  # bytes from either end of an answer
 
 RECORDED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -229,8 +228,9 @@ def usage(answer: bytes) -> tuple[int, int, int]:
     found = [0, 0, 0]
     ends = answer if len(answer) <= 2 * _USAGE_WITHIN else answer[:_USAGE_WITHIN] + answer[-_USAGE_WITHIN:]
     for said in _USAGE.finditer(ends):
-        kind = next(index for index in range(3) if said[index + 1] is not None)
-        found[kind] = int(said[4])
+        kind = _COUNTED.get(ends[ends.rfind(b'"', 0, said.start()) + 1 : said.start()])
+        if kind is not None:
+            found[kind] = int(said[1])
     return found[0], found[1], found[2]
 
 

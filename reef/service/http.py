@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from asyncio import BaseTransport, TimerHandle
+from asyncio import AbstractEventLoop, BaseTransport, TimerHandle
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from reef.errors import InvalidRequest
+from reef.service.request import BODY_ARRIVED
 from reef.service.wire import openai
 
 MAX_HEAD = 64 * 1024
@@ -16,6 +17,37 @@ MAX_HEADERS = 256
 HEAD_SECONDS = 30.0
 """How long a connection may take over a request's head, the first one's wait included."""
 _CHUNK = 256 * 1024  # bytes that the event loop reads at once
+
+
+class JoiningTransport:
+    """The transport as uvicorn uses it; what is written in one turn of the loop leaves together.
+
+    uvicorn writes an answer's head and its body one after the other: two system calls, and the client wakes up twice.
+    """
+
+    def __init__(self, transport: Any, loop: AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._waiting: list[bytes] = []
+        self.is_closing = transport.is_closing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._waiting:
+            self._loop.call_soon(self._flush)
+        self._waiting.append(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            data = b"".join(self._waiting)
+            self._waiting.clear()
+            self._transport.write(data)
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -29,7 +61,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._slow: TimerHandle | None = None
 
     def connection_made(self, transport: BaseTransport) -> None:
-        super().connection_made(transport)  # type: ignore[arg-type]
+        super().connection_made(JoiningTransport(transport, self.loop))  # type: ignore[arg-type]
         self._head_begins()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -58,6 +90,10 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._oversized = True
                 raise ValueError("the head is too large")  # the parser stops, and send_400_response answers
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self.scope[BODY_ARRIVED] = True  # type: ignore[literal-required]
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         if self._oversized:

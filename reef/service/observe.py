@@ -7,7 +7,6 @@ client's own, if it is one that may be logged), counts it, and writes the access
 from __future__ import annotations
 
 import logging
-import os
 import re
 import time
 from collections.abc import Callable, Collection
@@ -18,8 +17,10 @@ from typing import Any
 from prometheus_client import Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from reef.errors import ReefError
 from reef.metrics import REQUEST_SECONDS, REQUESTS
-from reef.service.failures import CLIENT_CLOSED_REQUEST
+from reef.service.failures import CLIENT_CLOSED_REQUEST, failure_response
+from reef.service.request import random_name
 from reef.tracing import request_span
 
 REQUEST_ID = b"x-request-id"
@@ -94,8 +95,10 @@ class Observer:
                 finally:
                     if span is not None:
                         self._describe(span, scope, seen, status)
-        except Exception:  # a bug; the client has its 500, or an answer that the server breaks off
+        except Exception:  # a bug; the client gets its 500, or an answer that the server breaks off
             log.exception("%s %s", scope["method"], _path(scope))
+            if status == CLIENT_CLOSED_REQUEST:
+                await failure_response(ReefError("internal error"), scope["path"], 500)(scope, receive, send_named)
         finally:
             self.in_flight -= 1
             self._count(scope, status, time.perf_counter() - seen.began)
@@ -141,4 +144,4 @@ def _path(scope: Scope) -> str:
 
 
 def _fresh_id() -> bytes:
-    return b"req_" + os.urandom(12).hex().encode()
+    return b"req_" + random_name().encode()
