@@ -93,10 +93,16 @@ class Brake:
         from reef.inference.local.engine import LocalEngine
 
         self._report, self._limit = report, math.inf
-        real = LocalEngine.has_work
-        monkeypatch.setattr(
-            LocalEngine, "has_work", lambda engine: real(engine) and engine._stats["output_tokens"] < self._limit
-        )
+        has_work, iterate = LocalEngine.has_work, LocalEngine._iterate
+
+        def free(engine: LocalEngine) -> bool:
+            return engine._stats["output_tokens"] < self._limit
+
+        def busy(engine: LocalEngine) -> bool:  # with what is no generation it goes on
+            return bool(engine._notices or engine._grammars.finished) or (has_work(engine) and free(engine))
+
+        monkeypatch.setattr(LocalEngine, "has_work", busy)
+        monkeypatch.setattr(LocalEngine, "_iterate", lambda engine: iterate(engine) if free(engine) else [])
 
     def hold(self, tokens: int) -> None:
         self._limit = self._report().stats["output_tokens"] + tokens
