@@ -106,6 +106,7 @@ class Brake:
 
     def hold(self, tokens: int) -> None:
         self._limit = self._report().stats["output_tokens"] + tokens
+        self._report()
 
     def lift(self) -> None:
         self._limit = math.inf
