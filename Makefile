@@ -23,7 +23,7 @@ demo: $(STAMP)
 	$(BIN)/reef demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --ignore=tests/engines $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --ignore=tests/engines $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -32,10 +32,12 @@ check: $(STAMP)
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/python -m pytest tests/test_structure.py tests/test_wheel.py
 
-# The fuzzers of `make test` for longer: FUZZ times as long.
+# The fuzzers and properties of `make test` for longer, with new luck: FUZZ times as much.
 FUZZ ?= 30
+FUZZERS := service/test_fuzz runtime/test_interleavings runtime/test_residency inference/test_engine_schedules \
+	inference/chat/test_parser inference/chat/test_detokenizer recipe/test_processor_properties records/test_codec
 fuzz: $(STAMP)
-	REEF_FUZZ=$(FUZZ) $(BIN)/python -m pytest tests/service/test_fuzz.py --timeout 0 $(ARGS)
+	REEF_FUZZ=$(FUZZ) $(BIN)/python -m pytest $(FUZZERS:%=tests/%.py) --timeout 0 $(ARGS)
 
 bench: $(STAMP)
 	for name in $(basename $(notdir $(wildcard benchmarks/[a-z]*.py))); do \

@@ -19,6 +19,7 @@ from reef.points import ENVIRONMENT_VARIABLE, Plan, fired, plan_kill
 ROOT = Path(__file__).resolve().parents[1]
 STOP_SECONDS = 120.0
 HEALTH_SECONDS = 10.0
+_CLAIMS: list[socket.socket] = []
 
 
 class Unrecovered(Exception):
@@ -39,8 +40,8 @@ class Deployment:
         """`wrapper` is put before the command; its Python looks into `paths` first."""
         self.directory = directory
         self.data = directory / "data"
-        self.port = _free_port()
-        self.client = ReefClient(f"http://127.0.0.1:{self.port}", timeout=30.0)
+        self.port = _own_port()
+        self.client = ReefClient(f"http://127.0.0.1:{self.port}", timeout=120.0)
         self.flags = {"reef.data-dir": self.data, "reef.port": self.port, **flags}
         self.runs = 0
         self._wrapper = wrapper
@@ -142,7 +143,7 @@ class Deployment:
                     return pid
         return None
 
-    def wait_for_no_process(self, seconds: float = 30.0) -> None:
+    def wait_for_no_process(self, seconds: float = 60.0) -> None:
         """Raises Unrecovered if something outlives the service."""
         deadline = time.monotonic() + seconds
         while left := self.processes():
@@ -211,8 +212,18 @@ def _command(pid: int) -> str:
     return str(pid)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _own_port() -> int:
+    """A TCP port for a service that comes and goes, which nobody takes while it is down.
+
+    It lies below those that the system gives out by itself. The UDP port of the same number, held until this process
+    ends, says to everybody who asks here that it is taken.
+    """
+    for port in range(20_000, 30_000):
+        claim = socket.socket(type=socket.SOCK_DGRAM)
+        with suppress(OSError), socket.socket() as probe:
+            claim.bind(("127.0.0.1", port))
+            probe.bind(("127.0.0.1", port))
+            _CLAIMS.append(claim)
+            return port
+        claim.close()
+    raise OSError("no port from 20000 to 29999 is free")

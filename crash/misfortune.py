@@ -28,6 +28,7 @@ class Shifting:
             **FLAGS,
             "inference.model-path": model,
             "evaluation.plugin": "always",
+            "inference.health-timeout": 60,  # a busy machine may give an engine nothing for 10 s
             "recipe.min-age": 2.0,
         }
         self.deployment = Deployment(directory / "run", flags, paths=[self.clock.directory])

@@ -228,7 +228,7 @@ class Run:
 
     def _bury_service(self) -> None:
         """It has to be dead at once, and everything that it started a moment later."""
-        if not self.deployment.wait_until_dead(10.0):
+        if not self.deployment.wait_until_dead(60.0):
             raise Unrecovered("the service survived its SIGKILL")
         self.deployment.wait_for_no_process()
         self._deaths.clear()

@@ -7,13 +7,28 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch is imported; spinning threads starve others
 
-# A busy machine is slow, and that is no failure of a property.
-settings.register_profile("reef", deadline=None)
+FUZZ = float(os.environ.get("REEF_FUZZ", "1"))
+"""How many times as much `make fuzz` tries as `make test`."""
+
+
+def examples(count: int) -> int:
+    """Of a property: so many, and in `make fuzz` many more."""
+    return int(count * FUZZ)
+
+
+# The same examples in every run, and a busy machine is slow, which is no failure of a property. `make fuzz` draws anew.
+settings.register_profile(
+    "reef",
+    max_examples=examples(50),
+    deadline=None,
+    derandomize=FUZZ <= 1,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("reef")
 
 
@@ -34,6 +49,22 @@ OPTIONAL = (
     "transformers",
 )
 """Import names of what the extras `local` and `demo` bring."""
+
+
+LONG = [
+    f"test_{name}.py"
+    for name in (
+        "end_to_end", "crash", "ray_serves", "gateways", "colocated", "run", "coordinator", "executors",
+        "several_engines", "ray", "misfortune", "gpu", "disk_full", "frozen_engine", "wheel", "agent", "recorded",
+    )
+]  # fmt: skip
+"""Files that take long, the longest first."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, so that nobody is left alone with one in the end: a file stays with one process."""
+    place = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
 
 
 @pytest.hookimpl(wrapper=True)

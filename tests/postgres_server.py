@@ -64,7 +64,7 @@ class Server:
     def _run(self, program: str, *arguments: str) -> None:
         done = subprocess.run(
             [self._programs / program, *arguments], user=self._user, extra_groups=[] if self._user else None,
-            cwd=self.directory, capture_output=True, timeout=60, check=False, text=True,
+            cwd=self.directory, capture_output=True, timeout=200, check=False, text=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -79,7 +79,7 @@ class Server:
                 stderr=log,
                 extra_groups=[] if self._user else None,
             )
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 100
         while True:
             try:
                 psycopg.connect(self.url).close()
@@ -93,13 +93,13 @@ class Server:
         """As a power cut would, as far as processes go: the postmaster dies at once, its children after it."""
         assert self._process is not None
         self._process.kill()
-        self._process.wait(30)
+        self._process.wait(100)
 
     def stop(self) -> None:
         """At once, without a checkpoint."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(3)  # SIGQUIT: immediate shutdown
-            self._process.wait(30)
+            self._process.wait(100)
 
     def empty(self, schema: str) -> None:
         """As if the schema had just been made, if it has been; much faster than making one."""

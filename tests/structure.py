@@ -230,7 +230,7 @@ def tracked_files(root: Path) -> list[Path]:
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=root,
         capture_output=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     names = listed.stdout.decode().split("\0") if listed.returncode == 0 else []

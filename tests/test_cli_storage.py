@@ -19,7 +19,7 @@ MODEL = "--inference.model-path=m"
 def reef(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "reef.cli", "storage", *map(str, arguments)],
-        cwd=cwd, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False,
+        cwd=cwd, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
 
 

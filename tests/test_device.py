@@ -38,10 +38,10 @@ assert full - start > 0.9 * {SIZE}, (start, full)
 assert end - start < 0.2 * {SIZE}, (start, end)
 assert device.free_bytes(cpu) > 0
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_importing_it_imports_no_torch():
     code = "import sys, reef.device; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0

@@ -14,7 +14,7 @@ OWNER = """
 import sys, time
 from reef.directories import OwnedDirectory
 print(OwnedDirectory("mine-").path, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -27,7 +27,7 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
     flags = {
         "inference.model-path": make_model(tmp_path / "model"),
         "inference.engines": 2,
-        "inference.health-timeout": 4,
+        "inference.health-timeout": 8,
         "inference.threads": 1,
         "inference.kv-cache-tokens": 4096,
         "reef.default-scenario": "alpha",
@@ -35,13 +35,12 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
     made = Deployment(tmp_path / "run", flags)
     made.start()
     try:
-        made.wait_until_healthy(60)
+        made.wait_until_healthy(200)
         yield made
     finally:
         made.end()
 
 
-@pytest.mark.timeout(200)
 def test_a_frozen_engine_is_replaced_and_its_requests_get_503(deployment):
     url = f"http://127.0.0.1:{deployment.port}/v1/chat/completions"
 
@@ -59,13 +58,13 @@ def test_a_frozen_engine_is_replaced_and_its_requests_get_503(deployment):
     for answer in lost:
         assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1, answer.text
         assert "was lost" in answer.json()["error"]["message"]
-    deployment.wait_until_healthy(60)
+    deployment.wait_until_healthy(200)
     assert deployment.worker("engine") not in (None, frozen) and not os.path.exists(f"/proc/{frozen}")
     assert {ask(number).status_code for number in range(2)} == {200}
     records = list(deployment.client.records("alpha", kind="inference"))
     assert len(records) == REQUESTS - len(lost) + 2, "nothing was asked a second time"
     assert "engine-0: no sign of life for " in deployment.log.read_text()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(engines := deployment.client.get("/reef/status")["engines"]) < 2:
         assert time.monotonic() < deadline
     assert not any(engine["paused"] for engine in engines)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from tests.conftest import needs
 
 needs("torch", "transformers", "peft")
@@ -21,7 +19,6 @@ def test_without_a_gpu_it_says_so_and_has_an_exit_code_of_its_own(tmp_path, caps
     assert "no GPU" in capsys.readouterr().err and not (tmp_path / "report.json").exists()
 
 
-@pytest.mark.timeout(400)
 def test_a_case_on_a_cpu(tmp_path, capsys):
     path = tmp_path / "gpu" / "report.json"
     code = main(["--device", "cpu", "--case", "lora-bfloat16-resident", "--report", str(path)])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from tests.conftest import needs
 
 needs("psycopg", "alembic")
@@ -13,7 +11,6 @@ needs("psycopg", "alembic")
 from benchmarks.load import Gateway, examine, provider, put_under_load  # noqa: E402
 
 
-@pytest.mark.timeout(400)
 def test_a_gateway_that_is_killed_under_load_loses_nothing(postgres, schema, tmp_path):
     with provider() as upstream:
         flags = {

@@ -21,16 +21,13 @@ def shifting(tmp_path_factory) -> Iterator[Shifting]:
         yield running
 
 
-@pytest.mark.timeout(600)
 def test_a_second_service_refuses_and_names_the_first(shifting):
     second_service(shifting)
 
 
-@pytest.mark.timeout(600)
 def test_a_clock_that_jumps_back_changes_neither_order_nor_recovery(shifting):
     clock_back(shifting)
 
 
-@pytest.mark.timeout(600)
 def test_a_damaged_marker_stops_the_start_and_says_what_to_do(shifting):
     damaged_marker(shifting)

@@ -29,7 +29,7 @@ def cross(plan_file: Path) -> tuple[int, list[str]]:
         env={points.ENVIRONMENT_VARIABLE: str(plan_file), "PYTHONPATH": str(SOURCE.parent)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     return done.returncode, done.stdout.split()
@@ -73,7 +73,7 @@ def test_a_process_that_is_stopped_at_a_point_goes_on_from_there(tmp_path):
         _, status = os.waitpid(child.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status) and fired(plan_file).exists()
         child.send_signal(signal.SIGCONT)
-        assert child.communicate(timeout=30)[0].split() == ["inside", "outside"] * 3
+        assert child.communicate(timeout=240)[0].split() == ["inside", "outside"] * 3
     finally:
         child.kill()
 

@@ -42,7 +42,7 @@ print(json.dumps({"failures": failures, "file": reef.__file__}))
 """
 
 
-def run(*command: str | Path, cwd: Path, timeout: float = 100.0) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path, cwd: Path, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
 
 
@@ -80,7 +80,6 @@ def test_wheel_has_the_package_and_nothing_else(wheel) -> None:
     assert sources - set(names) == set()
 
 
-@pytest.mark.timeout(240)
 def test_base_install_imports_every_base_module(empty_environment) -> None:
     modules = base_modules(read(ROOT))
     assert {"reef.cli", "reef.config", "reef.service.app", "reef.recipe", "reef.train.torch_backend.config"} <= {
@@ -96,7 +95,6 @@ def test_base_install_imports_every_base_module(empty_environment) -> None:
     assert ROOT not in Path(result["file"]).parents  # the installed one, not this checkout
 
 
-@pytest.mark.timeout(240)
 def test_base_install_has_a_command_line(empty_environment) -> None:
     home = empty_environment.parent
     shown = run(home / "reef", "--help", cwd=home)
@@ -114,9 +112,9 @@ def test_a_base_install_serves_an_external_provider(empty_environment, tmp_path)
         process = subprocess.Popen([*map(str, command)], cwd=tmp_path, stdout=sink, stderr=subprocess.STDOUT)
     try:
         url = ready_url(log, process)
-        answer = httpx.post(f"{url}/v1/chat/completions", json={"model": "m"}, timeout=30)
+        answer = httpx.post(f"{url}/v1/chat/completions", json={"model": "m"}, timeout=100)
         assert answer.json() == {"said": "hello"} and answer.headers["x-reef-agent-record-id"]
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
         provider.close()

@@ -37,7 +37,7 @@ def serve(model: Path, directory: Path) -> Server:
     }
     server = Server([f"--{key}={value}" for key, value in flags.items()], directory / "server.log")
     server.start()
-    for _ in server.starting(timeout=100):
+    for _ in server.starting(timeout=240):
         pass
     return server
 
@@ -108,7 +108,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
     server = Server([f"--inference.model-path={tmp_path / 'no-such-model'}"], tmp_path / "server.log")
     server.start()
     with pytest.raises(WorkerDied, match=re.escape("no-such-model")):
-        for _ in server.starting(timeout=60):
+        for _ in server.starting(timeout=240):
             pass
     server.stop()
 

@@ -70,7 +70,6 @@ def test_another_answer_after_the_rollback_fails(tmp_path):
     assert "0 of 32 greedy answers are not the base's" in shown
 
 
-@pytest.mark.timeout(600)
 def test_one_step_on_the_real_model_publishes_and_rolls_back_but_is_not_enough(smollm2, tmp_path):
     assert run.main(seed=0, steps=1, output=tmp_path, keep=True) == 1
     report = json.loads((tmp_path / "report.json").read_text())
@@ -83,17 +82,16 @@ def test_one_step_on_the_real_model_publishes_and_rolls_back_but_is_not_enough(s
     assert wait_for_none(tmp_path) == []
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_stops_its_server(smollm2, tmp_path, number):
     command = [sys.executable, "-m", "reef.cli", "demo", "--output", str(tmp_path)]
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while not left_over(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.1)
         demo.send_signal(number)
-        shown, _ = demo.communicate(timeout=90)
+        shown, _ = demo.communicate(timeout=240)
     finally:
         demo.kill()
     assert demo.returncode == 130, shown
@@ -103,8 +101,8 @@ def test_an_interrupted_demo_stops_its_server(smollm2, tmp_path, number):
 
 
 def wait_for_none(directory: Path) -> list[int]:
-    """What is left over after at most 5 s; a killed process needs a moment to vanish."""
-    deadline = time.monotonic() + 5
+    """What is left over after at most a minute; a killed process needs a moment to vanish."""
+    deadline = time.monotonic() + 60
     while (found := left_over(directory)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
@@ -126,7 +124,7 @@ def test_an_interrupt_while_the_server_is_born_leaves_it_known(monkeypatch, tmp_
     born = subprocess.Popen
 
     def interrupted(*args, **more):
-        process = born([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+        process = born([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         signal.raise_signal(signal.SIGINT)
         return process
 

@@ -40,12 +40,12 @@ def _make(request):
             from reef.runtime.executor.ray_cluster import RayReservation
 
             component = component or Component(name=name, workers=len(kwargs_per_rank), cpus=0.5)
-            reservation = RayReservation(cluster, plan([component]), timeout=30)
+            reservation = RayReservation(cluster, plan([component]))
             reservation.open()
             opened.callback(reservation.close)
             settings["reservation"] = reservation
         executor = make_executor(kind, worker_class, kwargs_per_rank, name=name, **settings)
-        opened.callback(executor.close, 0.5)
+        opened.callback(executor.close, 60.0 if kind == "uni" else 0.5)  # a thread cannot be killed
         return executor
 
     with opened:
@@ -63,7 +63,8 @@ def alive(pid: int) -> bool:
     return False
 
 
-def gone_within(pids: list[int], seconds: float) -> bool:
+def gone_soon(pids: list[int], seconds: float = 60.0) -> bool:
+    """Sleepers that tests must see end by force sleep for ten minutes, far longer than this waits."""
     deadline = time.monotonic() + seconds
     while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)

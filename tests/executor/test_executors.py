@@ -36,8 +36,8 @@ def kept(kind, make_for_module):
 @pytest.fixture
 def executor(kept):
     """Two counters, at 0 and 10; for tests that leave them alive."""
-    kept.rpc(0, "set", 0).result(10)
-    kept.rpc(1, "set", 10).result(10)
+    kept.rpc(0, "set", 0).result(60)
+    kept.rpc(1, "set", 10).result(60)
     return kept
 
 
@@ -51,58 +51,59 @@ def doomed(kind, make):
 
 def test_calls_reach_their_rank_and_keep_their_order(executor):
     futures = [executor.rpc(1, "add", amount=n) for n in range(1, 6)]
-    assert [f.result(10) for f in futures] == [11, 13, 16, 20, 25]
-    assert [f.result(10) for f in executor.collective_rpc("add", 1)] == [1, 26]
+    assert [f.result(60) for f in futures] == [11, 13, 16, 20, 25]
+    assert [f.result(60) for f in executor.collective_rpc("add", 1)] == [1, 26]
 
 
 def test_each_worker_keeps_one_thread(executor):
-    first = executor.rpc(0, "where").result(10)
-    assert executor.rpc(0, "where").result(10) == first
-    assert executor.rpc(1, "where").result(10) != first
+    first = executor.rpc(0, "where").result(60)
+    assert executor.rpc(0, "where").result(60) == first
+    assert executor.rpc(1, "where").result(60) != first
 
 
 def test_reefs_errors_keep_their_class_and_fields(executor):
     with pytest.raises(InvalidRequest, match="too hot") as caught:
-        executor.rpc(0, "invalid").result(10)
+        executor.rpc(0, "invalid").result(60)
     assert caught.value.field == "sampling.temperature"
     with pytest.raises(EngineUncertain, match="half a transfer"):
-        executor.rpc(0, "uncertain").result(10)
+        executor.rpc(0, "uncertain").result(60)
     with pytest.raises(AttributeError, match="no_such_method"):
-        executor.rpc(0, "no_such_method").result(10)
-    assert executor.rpc(0, "add").result(10) == 1
+        executor.rpc(0, "no_such_method").result(60)
+    assert executor.rpc(0, "add").result(60) == 1
 
 
-def test_a_timeout_stops_the_waiting_and_nothing_is_sent_twice(executor):
-    slow = executor.rpc(0, "sleep", 0.5)
+def test_a_timeout_stops_the_waiting_and_nothing_is_sent_twice(executor, tmp_path):
+    slow = executor.rpc(0, "wait_for", str(tmp_path / "go"))
     with pytest.raises(TimeoutError):
         slow.result(0.05)
     assert not slow.cancel()
-    assert slow.result(10) == "slept"
-    assert executor.rpc(0, "add").result(10) == 1
+    (tmp_path / "go").touch()
+    assert slow.result(60) == "there"
+    assert executor.rpc(0, "add").result(60) == 1
 
 
 def test_many_threads_may_call(executor):
     def call():
         for _ in range(50):
-            executor.rpc(0, "add").result(10)
+            executor.rpc(0, "add").result(60)
 
     threads = [threading.Thread(target=call) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
-    assert executor.rpc(0, "add", 0).result(10) == 400
+        thread.join()
+    assert executor.rpc(0, "add", 0).result(60) == 400
 
 
 def test_close_finishes_what_was_sent_and_lets_the_worker_close(doomed, tmp_path):
     doomed.rpc(0, "write_on_close", str(tmp_path / "closed"))
     doomed.rpc(0, "sleep", 0.2)
     last = doomed.rpc(0, "add", 5)
-    doomed.close()
+    doomed.close(60)
     assert last.result(0) == 5
     assert (tmp_path / "closed").read_text() == "5"
     with pytest.raises(WorkerDied, match="doomed-0"):
-        doomed.rpc(0, "add").result(1)
+        doomed.rpc(0, "add").result(60)
     doomed.close()
 
 
@@ -112,7 +113,7 @@ def test_a_failing_constructor_fails_the_start(kind, make):
         broken.start()
     assert isinstance(caught.value.__cause__, ValueError)
     with pytest.raises(WorkerDied):
-        broken.rpc(0, "add").result(1)
+        broken.rpc(0, "add").result(60)
 
 
 # What those promise whose workers can die.
@@ -120,15 +121,15 @@ def test_a_failing_constructor_fails_the_start(kind, make):
 
 @PROCESSES
 def test_death_by_signal_fails_everything_pending(doomed):
-    pending = [doomed.rpc(0, "sleep", 30), doomed.rpc(0, "add")]
+    pending = [doomed.rpc(0, "sleep", 600), doomed.rpc(0, "add")]
     os.kill(doomed.pids[0], signal.SIGKILL)
     for future in pending:
         with pytest.raises(WorkerDied, match=rf"doomed-0 \(pid {doomed.pids[0]}\)"):
-            future.result(5)
+            future.result(60)
     with pytest.raises(WorkerDied):
         doomed.rpc(0, "add").result(0)
     assert "doomed-0" in doomed.health()
-    assert doomed.rpc(1, "add").result(5) == 11
+    assert doomed.rpc(1, "add").result(60) == 11
 
 
 @PROCESSES
@@ -139,7 +140,7 @@ def test_the_death_of_an_idle_worker_is_noticed_and_told_once(kind, make):
     executor.start()
     for pid in executor.pids:
         os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not heard and time.monotonic() < deadline:
         time.sleep(0.02)
     executor.close()
@@ -162,7 +163,7 @@ def test_death_quotes_the_last_output_which_is_in_the_log(kind, make, tmp_path):
     executor = make(kind, COUNTER, [{}], name="engine", log_directory=tmp_path / "logs")
     executor.start()
     with pytest.raises(WorkerDied, match="its last output:\nlast words"):
-        executor.rpc(0, "exit", 3).result(5)
+        executor.rpc(0, "exit", 3).result(60)
     assert (tmp_path / "logs" / "engine-0.log").read_text() == "last words\n"
 
 
@@ -176,7 +177,7 @@ def test_death_in_the_constructor_fails_the_start(kind, make, tmp_path):
 @PROCESSES
 def test_a_foreign_exception_arrives_as_text_with_its_traceback(executor):
     with pytest.raises(ReefError, match=r"^Foreign: from afar") as caught:
-        executor.rpc(0, "foreign").result(5)
+        executor.rpc(0, "foreign").result(60)
     assert type(caught.value) is ReefError
     assert "workers.py" in caught.value.__notes__[0]
 
@@ -184,10 +185,10 @@ def test_a_foreign_exception_arrives_as_text_with_its_traceback(executor):
 @PROCESSES
 def test_what_cannot_be_pickled_fails_its_call_only(executor):
     with pytest.raises(TypeError, match="pickle"):
-        executor.rpc(0, "unpicklable").result(5)
+        executor.rpc(0, "unpicklable").result(60)
     with pytest.raises(TypeError, match="pickle"):
-        executor.rpc(0, "add", threading.Lock()).result(5)
-    assert executor.rpc(0, "add").result(5) == 1
+        executor.rpc(0, "add", threading.Lock()).result(60)
+    assert executor.rpc(0, "add").result(60) == 1
 
 
 @PROCESSES
@@ -195,34 +196,31 @@ def test_calls_run_on_the_main_thread_and_the_environment_is_per_worker(kind, ma
     env = [{"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "3"}]
     executor = make(kind, COUNTER, [{}, {}], env_per_rank=env)
     executor.start()
-    assert executor.rpc(0, "where").result(5) == (executor.pids[0], "MainThread")
-    assert [f.result(5) for f in executor.collective_rpc("environment", "OMP_NUM_THREADS")] == ["1", "3"]
+    assert executor.rpc(0, "where").result(60) == (executor.pids[0], "MainThread")
+    assert [f.result(60) for f in executor.collective_rpc("environment", "OMP_NUM_THREADS")] == ["1", "3"]
 
 
 @PROCESSES
 def test_workers_ignore_the_interrupt_of_a_terminal(executor):
     for pid in executor.pids:
         os.kill(pid, signal.SIGINT)
-    assert [f.result(5) for f in executor.collective_rpc("add")] == [1, 11]
+    assert [f.result(60) for f in executor.collective_rpc("add")] == [1, 11]
 
 
 @PROCESSES
 def test_close_ends_a_process_that_refuses(kind, make):
     executor = make(kind, "tests.executor.workers:Stubborn", [{}])
     executor.start()
-    began = time.monotonic()
-    executor.close(timeout=0.3)
+    executor.close(timeout=0.3)  # it would go on for ten minutes
     assert not alive(executor.pids[0])
-    assert time.monotonic() - began < 10
 
 
 @PROCESSES
-def test_a_large_argument_does_not_wait_for_a_busy_worker_and_a_large_result_arrives(executor):
-    executor.rpc(0, "sleep", 1.0)
-    began = time.monotonic()
-    future = executor.rpc(0, "echo", b"x" * 5_000_000)
-    assert time.monotonic() - began < 0.8
-    assert len(future.result(10)) == 5_000_000
+def test_a_large_argument_does_not_wait_for_a_busy_worker_and_a_large_result_arrives(executor, tmp_path):
+    executor.rpc(0, "wait_for", str(tmp_path / "go"))
+    future = executor.rpc(0, "echo", b"x" * 5_000_000)  # or it would wait here for ever
+    (tmp_path / "go").touch()
+    assert len(future.result(60)) == 5_000_000
 
 
 @PROCESSES
@@ -230,27 +228,23 @@ def test_a_worker_outlives_the_thread_that_started_it(kind, make):
     executor = make(kind, COUNTER, [{}])
     thread = threading.Thread(target=executor.start)
     thread.start()
-    thread.join(20)
+    thread.join()
     time.sleep(0.2)
-    assert executor.rpc(0, "add").result(5) == 1
+    assert executor.rpc(0, "add").result(60) == 1
 
 
 @PROCESSES
 def test_a_start_is_bounded(kind, make):
     slow = make(kind, "tests.executor.workers:Slow", [{}], name="slow", start_timeout=0.3)
-    began = time.monotonic()
-    with pytest.raises(WorkerDied, match=r"slow-0 could not start: not ready within 0.\d+ s"):
+    with pytest.raises(WorkerDied, match=r"slow-0 could not start: not ready within [\d.e-]+ s"):
         slow.start()
-    assert time.monotonic() - began < 8
 
 
 @PROCESSES
 def test_one_failure_does_not_wait_for_the_others(kind, make):
-    mixed = make(kind, COUNTER, [{"delay": 30}, {"broken": True}], name="mixed")
-    began = time.monotonic()
+    mixed = make(kind, COUNTER, [{"delay": 600}, {"broken": True}], name="mixed")
     with pytest.raises(WorkerDied, match="mixed-1 could not start"):
         mixed.start()
-    assert time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.02, 0.2])
@@ -262,7 +256,7 @@ def test_a_start_can_be_called_off(kind, make, delay):
         time.sleep(delay)
         slow.close()
         with pytest.raises(WorkerDied, match=r"slow-\d"):
-            starting.result(10)
+            starting.result(60)
     assert not any(alive(pid) for pid in slow.pids)
 
 
@@ -279,7 +273,7 @@ def test_an_executor_of_ones_own_by_its_path():
     made = make_executor("reef.runtime.executor.mp:MpExecutor", COUNTER, [{"start": 4}])
     assert isinstance(made, MpExecutor)
     made.start()
-    assert made.rpc(0, "add").result(5) == 5
+    assert made.rpc(0, "add").result(60) == 5
     made.close()
 
 

@@ -15,7 +15,7 @@ from reef.errors import ReefError, WorkerDied
 from reef.runtime.executor import make_executor
 from reef.runtime.executor.placement import Component, plan
 from tests.conftest import needs
-from tests.executor.conftest import alive, gone_within
+from tests.executor.conftest import alive, gone_soon
 
 COUNTER = "tests.executor.workers:Counter"
 
@@ -26,7 +26,7 @@ def reserve(ray_cluster):
 
     reservations = []
 
-    def reserve(*components, colocate=False, timeout=30.0):
+    def reserve(*components, colocate=False, timeout=120.0):
         reservation = RayReservation(ray_cluster, plan(components, colocate=colocate), timeout=timeout)
         reservations.append(reservation)
         reservation.open()
@@ -44,7 +44,7 @@ def started(name, workers, reservation, worker=COUNTER):
 
 
 def devices(executor):
-    return [future.result(10) for future in executor.collective_rpc("environment", "CUDA_VISIBLE_DEVICES")]
+    return [future.result(60) for future in executor.collective_rpc("environment", "CUDA_VISIBLE_DEVICES")]
 
 
 def test_disjoint_components_have_devices_of_their_own_and_colocated_ones_share(reserve):
@@ -76,7 +76,7 @@ def test_every_process_is_gone_when_close_returns_and_the_seats_can_be_taken_aga
         executor = started("engine", 1, reservation, worker)
         pids = executor.pids
         if worker == COUNTER:
-            executor.rpc(0, "sleep", 30)
+            executor.rpc(0, "sleep", 600)
         executor.close(0.2)
         assert len(pids) == 1 and not alive(pids[0])
 
@@ -84,11 +84,11 @@ def test_every_process_is_gone_when_close_returns_and_the_seats_can_be_taken_aga
 def test_nothing_is_restarted_or_sent_twice(reserve, tmp_path):
     executor = started("engine", 1, reserve(Component(name="engine", workers=1, cpus=0.5)))
     with pytest.raises(WorkerDied):
-        executor.rpc(0, "note_and_die", str(tmp_path / "notes")).result(10)
+        executor.rpc(0, "note_and_die", str(tmp_path / "notes")).result(60)
     time.sleep(1.0)
     assert (tmp_path / "notes").read_text() == "here\n"
     with pytest.raises(WorkerDied):
-        executor.rpc(0, "add").result(1)
+        executor.rpc(0, "add").result(60)
     executor.close()
 
 
@@ -97,7 +97,7 @@ def test_an_actor_has_a_name_and_is_gone_from_it_after_close(reserve, ray_cluste
 
     executor = started("engine", 1, reserve(Component(name="engine", workers=1, cpus=0.5)))
     named = ray.get_actor("engine-0", namespace=ray_cluster.namespace)
-    assert ray.get(named.where.remote(), timeout=10)[1].pid == executor.pids[0]
+    assert ray.get(named.where.remote(), timeout=60)[1].pid == executor.pids[0]
     second = make_executor("ray", COUNTER, [{}], name="engine", reservation=executor._reservation, start_timeout=0.2)
     with pytest.raises(WorkerDied, match=r"engine-0 could not start: .*already taken"):
         second.start()
@@ -137,14 +137,14 @@ executors = [make_executor("ray", "tests.executor.workers:" + worker, [{}] * n, 
 for executor in executors:
     executor.start()
 assert not cluster.owned
-executors[0].rpc(0, "sleep", 60)
-print(*executors[0].pids, executors[0].rpc(1, "directory").result(10), flush=True)
+executors[0].rpc(0, "sleep", 600)
+print(*executors[0].pids, executors[0].rpc(1, "directory").result(60), flush=True)
 if sys.argv[2:] == ["leave"]:
     executors[0].close(0.5)
     reservation.close()
     cluster.close()
 else:
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -160,13 +160,13 @@ def test_workers_on_a_borrowed_cluster_die_with_their_owner_and_the_cluster_live
         pids = [int(pid) for pid in pids]
         assert len(pids) == 2 and directory == str(tmp_path)
         if leave:
-            assert owner.wait(30) == 0
+            assert owner.wait(60) == 0
         else:
             assert all(alive(pid) for pid in pids)
             owner.kill()
-    assert gone_within(pids, 0.0 if leave else 10)
+    assert gone_soon(pids, 0.0 if leave else 60.0)
     free = {}
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while free.get("CPU") != 2 and time.monotonic() < deadline:  # what was reserved is free again
         time.sleep(0.1)
         free = ray.available_resources()
@@ -189,13 +189,13 @@ while not heard:
     time.sleep(0.05)
 executor = make_executor("ray", "tests.executor.workers:Counter", [{}], name="engine", reservation=reservation)
 executor.start()
-assert process.gone(first, 5)
-assert executor.rpc(0, "add").result(10) == 1
+assert process.gone(first, 60)
+assert executor.rpc(0, "add").result(60) == 1
 family = process.marked(f"REEF_LOCAL_RAY={cluster._session.directory}")
 untitled = [one for one in family if b"SPT_NOENV=1" not in open(f"/proc/{one.pid}/environ", "rb").read()]
 assert not untitled, "their titles may cover the mark"
 print("OWNER", cluster._session.directory, executor.pids[0], *(one.pid for one in family), file=sys.stderr, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -206,7 +206,7 @@ def test_a_local_ray_that_dies_is_replaced_and_it_ends_with_its_owner():
         actor, *others = [int(pid) for pid in family]
         assert len(others) >= 4  # head, agent, the agent's two helpers
         owner.kill()
-    assert gone_within([actor, *others], 10)
+    assert gone_soon([actor, *others])
     shutil.rmtree(directory)
 
 
@@ -225,10 +225,10 @@ def test_an_actor_killed_by_somebody_else_is_dead(reserve, ray_cluster):
     import ray
 
     executor = started("engine", 1, reserve(Component(name="engine", workers=1, cpus=0.5)))
-    pending = executor.rpc(0, "sleep", 30)
+    pending = executor.rpc(0, "sleep", 600)
     ray.kill(ray.get_actor("engine-0", namespace=ray_cluster.namespace))
     with pytest.raises(WorkerDied, match=r"engine-0 \(pid \d+\) died: it was killed by `ray.kill`"):
-        pending.result(5)
+        pending.result(60)
     executor.close()
 
 
@@ -239,7 +239,7 @@ def test_a_paused_actor_only_makes_its_caller_wait(reserve):
     with pytest.raises(TimeoutError):
         future.result(1.5)
     os.kill(executor.pids[0], signal.SIGCONT)
-    assert future.result(10) == 1 and executor.health() is None
+    assert future.result(60) == 1 and executor.health() is None
     os.kill(executor.pids[0], signal.SIGSTOP)
     pids = executor.pids
     executor.close(0.2)
@@ -256,7 +256,7 @@ def other_node(ray_cluster):
     arguments.append("--object-store-memory=80000000")
     command = [sys.executable, "-m", "ray.scripts.scripts", *arguments]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as node:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while ray.cluster_resources().get("CPU") != 5:
             assert time.monotonic() < deadline and node.poll() is None
             time.sleep(0.1)
@@ -264,7 +264,7 @@ def other_node(ray_cluster):
             yield next(one["NodeID"] for one in ray.nodes() if one["Resources"].get("CPU") == 3)
         finally:
             node.terminate()
-            node.wait(20)
+            node.wait(60)
             while any(one["Alive"] and one["Resources"].get("CPU") == 3 for one in ray.nodes()):
                 assert time.monotonic() < deadline + 60
                 time.sleep(0.1)
@@ -274,7 +274,7 @@ def test_a_worker_on_another_node_is_confirmed_gone_and_an_engine_there_is_refus
     reservation = reserve(Component(name="trainer", workers=1, cpus=3))
     assert reservation.seats("trainer")[0].place.node == other_node
     executor = started("trainer", 1, reservation)
-    executor.rpc(0, "sleep", 30)
+    executor.rpc(0, "sleep", 600)
     pids = executor.pids
     executor.close(0.2)
     assert len(pids) == 1 and not alive(pids[0])

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.conftest import needs
-from tests.executor.conftest import gone_within
+from tests.executor.conftest import gone_soon
 
 needs("ray", "torch", "transformers", "peft", "openai")
 
@@ -22,27 +22,24 @@ from reef.service.workplace import Workplace  # noqa: E402
 from reef.train.torch_backend.config import TorchConfig  # noqa: E402
 from tests.test_end_to_end import Reef, worst_difference  # noqa: E402
 
-PATIENT = {"inference.health-timeout": 60}  # a busy machine may give an engine nothing for 10 s; here they are killed
-
 
 def workers(*names: str) -> dict[str, int]:
     """Process ids of the actors with these names."""
     named = [one for one in ray.util.list_named_actors(all_namespaces=True) if one["name"] in names]
     places = [ray.get_actor(one["name"], namespace=one["namespace"]).where.remote() for one in named]
-    return {one["name"]: place[1].pid for one, place in zip(named, ray.get(places, timeout=30), strict=True)}
+    return {one["name"]: place[1].pid for one, place in zip(named, ray.get(places, timeout=60), strict=True)}
 
 
-def wait_for_health(reef: Reef, seconds: float = 60.0) -> None:
+def wait_for_health(reef: Reef, seconds: float = 200.0) -> None:
     deadline = time.monotonic() + seconds
     while (answer := reef.http.get("/healthz")).status_code != 200:
         assert time.monotonic() < deadline, answer.text
         time.sleep(0.1)
 
 
-@pytest.mark.timeout(400)
 def test_serve_learn_and_survive_on_a_borrowed_cluster(ray_cluster, tiny_model, tmp_path):
     address = ray.get_runtime_context().gcs_address
-    flags = {"execution.executor": "auto", "execution.ray-address": address, **PATIENT}
+    flags = {"execution.executor": "auto", "execution.ray-address": address}
     reef = Reef(tiny_model, tmp_path, **flags)
     reef.start()
     try:
@@ -61,17 +58,16 @@ def test_serve_learn_and_survive_on_a_borrowed_cluster(ray_cluster, tiny_model, 
         pids = list(workers("engine-0", "trainer-0").values())
         assert len(pids) == 2 and not reef.children(), "the service has no worker process of its own"
         os.kill(reef.server.pid, signal.SIGKILL)
-        assert gone_within(pids, 10), "an actor outlived its owner"
+        assert gone_soon(pids), "an actor outlived its owner"
     finally:
         reef.server.stop()
     assert ray.get_runtime_context().gcs_address == address and ray_cluster.owned
 
 
-@pytest.mark.timeout(400)
 def test_a_coordinator_in_an_actor_is_replaced(ray_cluster, tiny_model, tmp_path):
     address = ray.get_runtime_context().gcs_address
     flags = {"execution.runtime": "ray_training", "execution.ray-address": address, "execution.cpus-per-worker": 0.5}
-    reef = Reef(tiny_model, tmp_path, **flags, **PATIENT)
+    reef = Reef(tiny_model, tmp_path, **flags)
     reef.start()
     try:
         reef.teach()
@@ -82,7 +78,7 @@ def test_a_coordinator_in_an_actor_is_replaced(ray_cluster, tiny_model, tmp_path
         while reef.http.get("/healthz").status_code == 200:
             time.sleep(0.05)
         wait_for_health(reef)
-        assert gone_within(list(before.values()), 10), "a worker outlived its coordinator"
+        assert gone_soon(list(before.values())), "a worker outlived its coordinator"
         assert reef.ask(temperature=0.0)[1] == answer
         reef.teach()
         worst, loads = worst_difference(reef)
@@ -90,7 +86,7 @@ def test_a_coordinator_in_an_actor_is_replaced(ray_cluster, tiny_model, tmp_path
 
         after = list(workers("coordinator-0", "engine-0", "trainer-0").values())
         os.kill(reef.server.pid, signal.SIGKILL)
-        assert len(after) == 3 and gone_within(after, 10), "an actor outlived its owner"
+        assert len(after) == 3 and gone_soon(after), "an actor outlived its owner"
     finally:
         reef.server.stop()
 

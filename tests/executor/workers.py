@@ -40,6 +40,12 @@ class Counter:
         time.sleep(seconds)
         return "slept"
 
+    def wait_for(self, path: str) -> str:
+        """Busy until there is a file at `path`."""
+        while not os.path.exists(path):
+            time.sleep(0.005)
+        return "there"
+
     def echo(self, value: object) -> object:
         return value
 
@@ -71,10 +77,10 @@ class Counter:
         self.closed_file = path
 
     def fork(self) -> int:
-        """A child that holds every open file for 20 seconds."""
+        """A child that holds every open file until it is killed."""
         pid = os.fork()
         if pid == 0:
-            time.sleep(20)
+            time.sleep(600)
             os._exit(0)
         return pid
 
@@ -93,12 +99,12 @@ class Stubborn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def close(self) -> None:
-        time.sleep(60)
+        time.sleep(600)
 
 
 class Slow:
     def __init__(self) -> None:
-        time.sleep(30)
+        time.sleep(600)
 
 
 class Dies:

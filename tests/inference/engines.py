@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from reef.inference.local.config import LocalConfig
-from reef.runtime.interfaces import BASE_LANE, GenerateRequest, InferenceHandler, SamplingParams, TokenChunk
+from reef.runtime.interfaces import (
+    BASE_LANE,
+    EngineReport,
+    GenerateRequest,
+    InferenceHandler,
+    SamplingParams,
+    TokenChunk,
+)
 
 
 def tiny_config(model: Path, **changes) -> LocalConfig:
     settings = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_cache_tokens": 16384, "max_running": 64}
+    settings["grammar_timeout"] = 200.0  # on a busy machine, too
     return LocalConfig(model_path=str(model), **{**settings, **changes})
 
 
@@ -45,17 +56,13 @@ def ask(number: int = 0, *, max_tokens: int = 8, lane: str = BASE_LANE, **sampli
 
 @dataclass
 class Reader:
-    """Collects one stream, with the time at which each chunk arrived."""
+    """Collects one stream."""
 
     chunks: list[TokenChunk] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
 
-    async def read(self, handler: InferenceHandler, request: GenerateRequest, *, delay: float = 0.0) -> Reader:
+    async def read(self, handler: InferenceHandler, request: GenerateRequest) -> Reader:
         async for chunk in handler.generate(request):
             self.chunks.append(chunk)
-            self.times.append(time.monotonic())
-            if delay:
-                await asyncio.sleep(delay)
         return self
 
     @property
@@ -73,9 +80,37 @@ class Reader:
 
     async def has(self, tokens: int) -> None:
         """Wait until that many tokens have arrived."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(200):
             while len(self.tokens) < tokens:
                 await asyncio.sleep(0.002)
+
+
+class Brake:
+    """Engines of this process generate so many more tokens and then wait, however late a test gets to run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, report: Callable[[], EngineReport]) -> None:
+        """`report` asks the engine, which wakes it, too."""
+        from reef.inference.local.engine import LocalEngine
+
+        self._report, self._limit = report, math.inf
+        has_work, iterate = LocalEngine.has_work, LocalEngine._iterate
+
+        def free(engine: LocalEngine) -> bool:
+            return engine._stats["output_tokens"] < self._limit
+
+        def busy(engine: LocalEngine) -> bool:  # with what is no generation it goes on
+            return bool(engine._notices or engine._grammars.finished) or (has_work(engine) and free(engine))
+
+        monkeypatch.setattr(LocalEngine, "has_work", busy)
+        monkeypatch.setattr(LocalEngine, "_iterate", lambda engine: iterate(engine) if free(engine) else [])
+
+    def hold(self, tokens: int) -> None:
+        self._limit = self._report().stats["output_tokens"] + tokens
+        self._report()
+
+    def lift(self) -> None:
+        self._limit = math.inf
+        self._report()
 
 
 async def control(function, *args):
@@ -83,5 +118,5 @@ async def control(function, *args):
     return await asyncio.to_thread(function, *args)
 
 
-def run(coroutine, seconds: float = 60.0):
+def run(coroutine, seconds: float = 250.0):
     return asyncio.run(asyncio.wait_for(coroutine, seconds))

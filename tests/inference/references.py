@@ -53,13 +53,14 @@ class Answer:
 
 def engine(path: Path, **options: Any) -> LocalEngine:
     defaults = {"dtype": "float32", "kv_cache_tokens": 2048, "page_size": 8, "max_batch_tokens": 64, "max_running": 16}
+    defaults["grammar_timeout"] = 200.0  # on a busy machine, too
     return LocalEngine(LocalConfig(model_path=str(path), **{**defaults, **options}))
 
 
 def request(
     request_id: str, prompt_ids: list[int], *, lane: str = BASE_LANE, load: str | None = None, **sampling: Any
 ) -> GenerateRequest:
-    options = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, **sampling}
+    options = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, "seed": sum(request_id.encode()), **sampling}
     return GenerateRequest(
         request_id=request_id,
         prompt_ids=prompt_ids,

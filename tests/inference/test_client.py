@@ -49,7 +49,7 @@ class FakeEngine:
         writer.close()
 
     async def expect(self, count: int) -> list[Add | Abort]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(self.received) < count:
                 await asyncio.sleep(0.002)
         return self.received
@@ -86,7 +86,7 @@ def path(tmp_path_factory):
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 20))
+    return asyncio.run(asyncio.wait_for(coroutine, 200))
 
 
 def with_engine(test):
@@ -95,7 +95,7 @@ def with_engine(test):
     def wrapped(path):
         async def body():
             async with FakeEngine(path) as engine:
-                handler = LocalHandler(lambda: [path], HandlerOptions(max_in_flight=3, connect_timeout=2))
+                handler = LocalHandler(lambda: [path], HandlerOptions(max_in_flight=3, connect_timeout=60))
                 await handler.connect()
                 await test(engine, handler)
                 await handler.close()
@@ -278,7 +278,7 @@ def test_never_connected(path):
 
 def test_connect_waits_for_an_engine_that_is_starting(path):
     async def body():
-        handler = LocalHandler(lambda: [path], HandlerOptions(connect_timeout=5))
+        handler = LocalHandler(lambda: [path], HandlerOptions(connect_timeout=60))
         connecting = asyncio.ensure_future(handler.connect())
         await asyncio.sleep(0.15)
         async with FakeEngine(path):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from reef.runtime.interfaces import Ending, PauseMode
+from tests.conftest import examples
 from tests.inference.references import (
     Answer,
     collect,
@@ -235,6 +236,6 @@ def check_accounting(tested: Any) -> None:
 
 
 Schedules.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(25), stateful_step_count=50, suppress_health_check=list(HealthCheck)
 )
 TestSchedules = Schedules.TestCase

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import shutil
 import tempfile
+import threading
 import time
 
 import pytest
@@ -15,7 +17,7 @@ from reef.errors import EngineError, EngineUncertain, InvalidRequest, Unavailabl
 from reef.inference.local.client import HandlerOptions, LocalHandler
 from reef.inference.local.engine import LocalEngine
 from reef.inference.local.protocol import Add, encode
-from reef.inference.local.worker import EngineWorker
+from reef.inference.local.worker import EngineWorker, _StepLoop
 from reef.runtime.interfaces import (
     BASE_LOAD_ID,
     Ending,
@@ -26,7 +28,7 @@ from reef.runtime.interfaces import (
     WeightKind,
     WeightLoad,
 )
-from tests.inference.engines import Reader, ask, control, other_weights, run, tiny_config
+from tests.inference.engines import Brake, Reader, ask, control, other_weights, run, tiny_config
 
 BOTH = pytest.mark.parametrize("mode", list(PauseMode))
 
@@ -71,7 +73,7 @@ async def client(path: str, **settings):
     await handler.close()
 
 
-def idle(worker: EngineWorker, seconds: float = 5.0) -> bool:
+def idle(worker: EngineWorker, seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while (report := worker.report()).running + report.waiting and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -116,11 +118,13 @@ def test_a_bad_request_is_refused_before_the_first_chunk(path):
 def test_closing_the_iterator_aborts_in_the_engine(path, worker):
     async def body():
         async with client(path) as handler:
-            stream = handler.generate(ask(max_tokens=2000))
+            before = (await control(worker.report)).stats["output_tokens"]
+            stream = handler.generate(ask(max_tokens=3500))
             await anext(stream)
             assert (await control(worker.report)).running == 1
             await stream.aclose()
             assert await control(idle, worker)
+            assert (await control(worker.report)).stats["output_tokens"] < before + 3500, "it went on for nobody"
 
     run(body())
 
@@ -129,7 +133,7 @@ def test_a_client_that_is_gone_leaves_no_request(path, worker):
     async def body():
         async with client(path) as handler:
             readers = [Reader() for _ in range(3)]
-            tasks = [asyncio.ensure_future(r.read(handler, ask(n, max_tokens=2000))) for n, r in enumerate(readers)]
+            tasks = [asyncio.ensure_future(r.read(handler, ask(n, max_tokens=3500))) for n, r in enumerate(readers)]
             await asyncio.gather(*(reader.has(2) for reader in readers))
         ended = await asyncio.gather(*tasks)
         assert {reader.chunks[-1].ending for reader in ended} == {Ending.ENGINE_CUT}
@@ -138,26 +142,35 @@ def test_a_client_that_is_gone_leaves_no_request(path, worker):
     run(body())
 
 
+@pytest.fixture
+def brake(worker, monkeypatch):
+    found = Brake(monkeypatch, worker.report)
+    yield found
+    found.lift()
+
+
 @BOTH
-def test_a_pause_is_a_barrier_under_traffic(path, worker, mode):
+def test_a_pause_is_a_barrier_under_traffic(path, worker, mode, brake):
     async def body():
         async with client(path) as handler:
             expected = await asyncio.gather(*(Reader().read(handler, ask(n, max_tokens=150)) for n in range(6)))
             readers = [Reader() for _ in range(6)]
+            brake.hold(6 * 100)
             tasks = [asyncio.ensure_future(r.read(handler, ask(n, max_tokens=150))) for n, r in enumerate(readers)]
             for goal in (10, 60):
                 await asyncio.gather(*(reader.has(goal) for reader in readers))
                 await control(worker.pause, mode)
-                await asyncio.sleep(0.05)  # what was sent before the barrier is read
-                before = [len(reader.tokens) for reader in readers]
-                assert max(before) < 150
+                brake.lift()
+                before = (await control(worker.report)).stats["output_tokens"]
                 late = asyncio.ensure_future(Reader().read(handler, ask(99, max_tokens=3)))
-                await asyncio.sleep(0.4)
-                assert [len(reader.tokens) for reader in readers] == before and not late.done()
-                report = await control(worker.report)
-                assert report.paused and report.running + report.waiting == 7
+                await asyncio.sleep(0.2)
+                while (report := await control(worker.report)).running + report.waiting < 7:
+                    await asyncio.sleep(0.01)
+                assert report.paused and report.stats["output_tokens"] == before and not late.done()
+                brake.hold(6 * 50)
                 await control(worker.resume)
                 assert len((await late).tokens) == 3
+            brake.lift()
             await asyncio.gather(*tasks)
             assert [reader.tokens for reader in readers] == [reader.tokens for reader in expected]
 
@@ -165,33 +178,36 @@ def test_a_pause_is_a_barrier_under_traffic(path, worker, mode):
 
 
 def test_a_pause_waits_for_the_step_in_progress(path, worker, monkeypatch):
-    real = LocalEngine.step
+    inside, go_on = threading.Event(), threading.Event()
+    real, steps = LocalEngine.step, itertools.count(1)
 
-    def slow_step(self):
-        time.sleep(0.3)
+    def second_waits(self):
+        if next(steps) == 2:
+            inside.set()
+            assert go_on.wait(200)
         return real(self)
-
-    monkeypatch.setattr(LocalEngine, "step", slow_step)
 
     async def body():
         async with client(path) as handler:
-            reader = Reader()
-            task = asyncio.ensure_future(reader.read(handler, ask(max_tokens=4)))
-            await reader.has(1)
+            monkeypatch.setattr(LocalEngine, "step", second_waits)
+            before = (await control(worker.report)).stats["output_tokens"]
+            task = asyncio.ensure_future(Reader().read(handler, ask(max_tokens=4)))
+            await control(inside.wait)
+            pausing = asyncio.ensure_future(control(worker.pause, PauseMode.IN_PLACE))
             await asyncio.sleep(0.1)
-            await control(worker.pause, PauseMode.IN_PLACE)
-            await asyncio.sleep(0.02)
-            assert len(reader.tokens) == 2
-            await asyncio.sleep(0.7)
-            assert len(reader.tokens) == 2
+            assert not pausing.done()
+            go_on.set()
+            await pausing
+            await asyncio.sleep(0.1)
+            assert (await control(worker.report)).stats["output_tokens"] == before + 2
             await control(worker.resume)
-            await task
+            assert len((await task).tokens) == 4
 
     run(body())
 
 
 @BOTH
-def test_activation_switches_the_span_in_mid_stream(path, worker, tiny_model, tmp_path, mode):
+def test_activation_switches_the_span_in_mid_stream(path, worker, tiny_model, tmp_path, mode, brake):
     load = WeightLoad(
         runtime_load_id=f"engine:{mode}",
         content_id="other",
@@ -203,11 +219,13 @@ def test_activation_switches_the_span_in_mid_stream(path, worker, tiny_model, tm
         async with client(path) as handler:
             base = await Reader().read(handler, ask(max_tokens=120, lane="shop"))
             reader = Reader()
+            brake.hold(60)
             task = asyncio.ensure_future(reader.read(handler, ask(max_tokens=120, lane="shop")))
             await control(worker.stage, load)
             await reader.has(5)
             await control(worker.pause, mode)
             await control(worker.activate, "shop", load.runtime_load_id)
+            brake.lift()
             await control(worker.resume)
             await task
             assert reader.loads == [BASE_LOAD_ID, load.runtime_load_id]
@@ -257,30 +275,46 @@ def test_a_slow_reader_gets_everything_and_delays_nobody(path):
     async def body():
         async with client(path) as handler:
             alone = await Reader().read(handler, ask(1, max_tokens=100))
-            slow = asyncio.ensure_future(Reader().read(handler, ask(1, max_tokens=100), delay=0.03))
-            began = time.monotonic()
-            await Reader().read(handler, ask(2, max_tokens=100))
-            fast = time.monotonic() - began
-            assert not slow.done()
-            assert (await slow).tokens == alone.tokens
-            assert time.monotonic() - began > fast + 0.5
+            others_are_done, tokens = asyncio.Event(), []
+
+            async def slow():
+                async for chunk in handler.generate(ask(1, max_tokens=100)):
+                    tokens.extend(chunk.token_ids)
+                    await others_are_done.wait()
+
+            reading = asyncio.ensure_future(slow())
+            assert len((await Reader().read(handler, ask(2, max_tokens=100))).tokens) == 100
+            assert len(tokens) < 100
+            others_are_done.set()
+            await reading
+            assert tokens == alone.tokens
 
     run(body())
 
 
-def test_an_idle_engine_sleeps(path, worker):
+def test_an_idle_engine_sleeps(path, worker, monkeypatch):
+    rounds, real = itertools.count(), _StepLoop._can_step
+
+    def counted(loop):
+        next(rounds)
+        return real(loop)
+
+    monkeypatch.setattr(_StepLoop, "_can_step", counted)
+
+    async def sleeps() -> bool:
+        await control(worker.report)  # it may still have to find that there is nothing to do
+        before = next(rounds)
+        await asyncio.sleep(0.3)
+        return next(rounds) - before < 10
+
     async def body():
         async with client(path) as handler:
             await Reader().read(handler, ask())
-            began = time.process_time()
-            await asyncio.sleep(0.5)
-            assert time.process_time() - began < 0.1
+            assert await sleeps()
             await control(worker.pause, PauseMode.IN_PLACE)
             waiting = asyncio.ensure_future(Reader().read(handler, ask()))
             await asyncio.sleep(0.05)
-            began = time.process_time()
-            await asyncio.sleep(0.5)
-            assert time.process_time() - began < 0.1
+            assert await sleeps()
             await control(worker.resume)
             await waiting
 
@@ -296,11 +330,11 @@ def test_a_client_that_never_reads_is_dropped(path, worker, monkeypatch):
             for n in range(64):
                 writer.write(encode(Add(ask(n, max_tokens=1000))))
             await asyncio.sleep(0)
-            assert await control(idle, worker, 60.0)
+            assert await control(idle, worker)
             writer.close()
             assert len((await Reader().read(handler, ask())).tokens) == 8
 
-    run(body(), 90)
+    run(body())
 
 
 def test_an_abort_is_heard_while_paused(path, worker):
@@ -337,7 +371,7 @@ def test_a_failed_step_cuts_its_requests_and_serving_goes_on(fresh, monkeypatch)
     async def body():
         async with client(path) as handler:
             reader = Reader()
-            task = asyncio.ensure_future(reader.read(handler, ask(max_tokens=2000)))
+            task = asyncio.ensure_future(reader.read(handler, ask(max_tokens=3500)))
             await reader.has(3)
             fail_steps(monkeypatch, 1, RuntimeError("bad kernel"))
             await task
@@ -413,9 +447,10 @@ def test_requests_wait_while_memory_is_released(path, worker):
             await control(worker.pause, PauseMode.RETRACT)
             report = await control(worker.release_memory, [MemoryRegion.WEIGHTS, MemoryRegion.KV_CACHE])
             reading.append(asyncio.create_task(late.read(handler, ask(2))))
-            seen = len(begun.tokens)
+            before = (await control(worker.report)).stats["output_tokens"]
             await asyncio.sleep(0.2)
-            assert len(begun.tokens) == seen and not late.chunks and len(report.released) == 2
+            assert (await control(worker.report)).stats["output_tokens"] == before
+            assert not late.chunks and len(report.released) == 2
             restored = await control(worker.restore_memory)
             await control(worker.resume)
             await asyncio.gather(*reading)

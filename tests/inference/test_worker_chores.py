@@ -23,7 +23,7 @@ from reef.inference.local.loads import Loads
 from reef.inference.local.slices import Slices
 from reef.inference.local.worker import EngineWorker, _Chore
 from reef.runtime.interfaces import BASE_LOAD_ID, PauseMode, WeightLoad
-from tests.inference.engines import Reader, ask, run, tiny_config
+from tests.inference.engines import Brake, Reader, ask, run, tiny_config
 from tests.inference.references import lora_load, make_adapter
 from tests.inference.test_worker import client, control, fail_steps
 
@@ -90,7 +90,7 @@ def test_a_step_runs_between_any_two_slices(fresh, adapter, monkeypatch):
     async def body():
         async with client(path) as handler:
             reader = Reader()
-            task = asyncio.ensure_future(reader.read(handler, ask(max_tokens=3000)))
+            task = asyncio.ensure_future(reader.read(handler, ask(max_tokens=3500)))
             await reader.has(3)
             steps = [(await control(worker.report)).stats["steps"]]
             await control(worker.stage, load("engine:1", adapter))
@@ -125,20 +125,23 @@ def test_a_chore_gets_a_tenth_of_a_step_and_more_the_longer_it_takes(monkeypatch
     assert taken(chore, 0.05) == pytest.approx(0.1, abs=0.003)
 
 
-def test_a_publication_and_requests_go_on_while_something_is_staged(fresh, adapter, halfway, callers):
+def test_a_publication_and_requests_go_on_while_something_is_staged(fresh, adapter, halfway, callers, monkeypatch):
     worker, path = fresh
+    brake = Brake(monkeypatch, worker.report)
     worker.stage(WeightLoad(runtime_load_id="engine:1", content_id="base", kind=load("x", adapter).kind, path=None))
     staging = callers.submit(worker.stage, load("engine:2", adapter))
-    assert halfway.reached.wait(30)
+    assert halfway.reached.wait(200)
 
     async def body():
         async with client(path) as handler:
             reader = Reader()
+            await control(brake.hold, 30)
             task = asyncio.ensure_future(reader.read(handler, ask(max_tokens=60, lane="shop")))
             await reader.has(3)
             await control(worker.pause, PauseMode.IN_PLACE)
             await control(worker.activate, "shop", "engine:1")
             assert (await control(worker.report)).paused
+            await control(brake.lift)
             await control(worker.resume)
             await task
             assert reader.loads == [BASE_LOAD_ID, "engine:1"] and len(reader.tokens) == 60
@@ -146,7 +149,7 @@ def test_a_publication_and_requests_go_on_while_something_is_staged(fresh, adapt
     run(body())
     assert not staging.done()
     halfway.go_on()
-    staging.result(30)
+    staging.result(200)
     assert "engine:2" in worker.report().loads
 
 
@@ -156,7 +159,7 @@ def test_staged_and_scored_while_paused(fresh, adapter):
     async def body():
         async with client(path) as handler:
             reader = Reader()
-            task = asyncio.ensure_future(reader.read(handler, ask(max_tokens=1500)))
+            task = asyncio.ensure_future(reader.read(handler, ask(max_tokens=3500)))
             await reader.has(3)
             await control(worker.pause, PauseMode.IN_PLACE)
             before = await control(worker.report)
@@ -173,39 +176,39 @@ def test_staged_and_scored_while_paused(fresh, adapter):
 def test_two_stagings_at_once_both_end(fresh, adapter, halfway, callers):
     worker, _ = fresh
     first = callers.submit(worker.stage, load("engine:1", adapter))
-    assert halfway.reached.wait(30)
+    assert halfway.reached.wait(200)
     second = callers.submit(worker.stage, load("engine:2", adapter))
     again = callers.submit(worker.stage, load("engine:1", adapter))
     halfway.go_on()
     for future in (first, second, again):
-        future.result(30)
+        future.result(200)
     assert set(worker.report().loads) == {BASE_LOAD_ID, "engine:1", "engine:2"}
 
 
 def test_dropped_while_it_is_staged(fresh, adapter, halfway, callers):
     worker, _ = fresh
     staging = callers.submit(worker.stage, load("engine:1", adapter))
-    assert halfway.reached.wait(30)
+    assert halfway.reached.wait(200)
     worker.drop("engine:1")
     halfway.go_on()
     with pytest.raises(EngineError, match="was dropped"):
-        staging.result(30)
+        staging.result(200)
     assert set(worker.report().loads) == {BASE_LOAD_ID}
 
 
 def test_closed_while_something_is_staged(fresh, adapter, halfway, callers):
     worker, _ = fresh
     staging = callers.submit(worker.stage, load("engine:1", adapter))
-    assert halfway.reached.wait(30)
+    assert halfway.reached.wait(200)
     worker.close()
     with pytest.raises(EngineError, match="closed"):
-        staging.result(30)
+        staging.result(200)
 
 
 def test_a_broken_engine_stages_nothing(fresh, adapter, halfway, callers, monkeypatch):
     worker, path = fresh
     staging = callers.submit(worker.stage, load("engine:1", adapter))
-    assert halfway.reached.wait(30)
+    assert halfway.reached.wait(200)
     fail_steps(monkeypatch, 1, EngineUncertain("half a write"))
 
     async def body():
@@ -214,7 +217,7 @@ def test_a_broken_engine_stages_nothing(fresh, adapter, halfway, callers, monkey
 
     run(body())
     with pytest.raises(EngineUncertain, match="half a write"):
-        staging.result(30)
+        staging.result(200)
     with pytest.raises(EngineUncertain, match="half a write"):
         worker.score(BASE_LOAD_ID, IDS)
 
@@ -236,5 +239,5 @@ def test_a_disk_that_stalls_delays_nobody(fresh, adapter, callers, tmp_path):
     (tmp_path / "slow" / "adapter_model.safetensors").rename(tmp_path / "pipe")
     shutil.copy(adapter / "adapter_model.safetensors", tmp_path / "slow")
     os.close(writer)
-    staging.result(30)
+    staging.result(200)
     assert "engine:1" in worker.report().loads

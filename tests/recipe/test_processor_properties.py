@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from reef.recipe import RecipeConfig
 from reef.recipe.processor import ScoredProcessor
 from reef.runtime.interfaces import Disposition, Ending
+from tests.conftest import examples
 from tests.recipe.exchanges import generation, record, report
 
 ENDINGS = (Ending.STOP, Ending.LENGTH, Ending.CLIENT_LEFT, Ending.ENGINE_CUT)
@@ -50,7 +51,7 @@ def _report(index: int, drawn: dict):
     return report(f"report{index}", *references, score=drawn["score"], at=float(index), sequence=index, **metadata)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100))
 @given(records, reports, st.integers(1, 4))
 def test_every_id_is_consumed_once_and_trains_once(drawn_records, drawn_reports, batch_size) -> None:
     store = {

@@ -22,7 +22,7 @@ def run() -> Iterator[Callable]:
 
 
 async def _bounded(awaitable):
-    return await asyncio.wait_for(awaitable, 60)
+    return await asyncio.wait_for(awaitable, 250)
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

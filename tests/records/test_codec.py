@@ -20,6 +20,7 @@ from reef.runtime.interfaces import (
     ReportRecord,
     Span,
 )
+from tests.conftest import examples
 from tests.records.values import exchange, typical
 
 text = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -101,7 +102,7 @@ def rounded(record: Record) -> Record:
     )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(100))
 @given(records)
 def test_round_trip(record):
     encoded = codec.encode(record)
@@ -110,7 +111,6 @@ def test_round_trip(record):
     assert codec.encode(encoded.record).digest == encoded.digest
 
 
-@settings(deadline=None)
 @given(records, records)
 def test_digest_tells_contents_apart(one, other):
     def identity(record):
@@ -167,7 +167,7 @@ def test_payloads_of_version_1_stay_readable():
     assert decoded(replace(encoded, payload=payload)) == exchange("a")
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_damage_is_noticed(data):
     encoded = codec.encode(exchange("a"))

@@ -8,7 +8,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 
 from reef.records.opening import storage_at
 
-ROUNDS = {"sqlite": 6, "postgres": 4}
+ROUNDS = {"sqlite": 4, "postgres": 3}
 
 
 @pytest.mark.parametrize("backend", ["sqlite", "postgres"])
@@ -25,28 +24,29 @@ def test_sigkill_loses_nothing_acknowledged(tmp_path: Path, backend: str, schema
         url = f"sqlite:{tmp_path / 'reef.db'}"
     else:
         url = f"{request.getfixturevalue('postgres').url}&schema={schema}"
-    rng = random.Random(time.time())
+    rng = random.Random(0)
     appended: set[str] = set()
     committed: set[str] = set()
     for attempt in range(ROUNDS[backend]):
-        acknowledged = _write_and_die(url, f"round{attempt}", 0.1 + 0.4 * rng.random())
+        acknowledged = _write_and_die(url, f"round{attempt}", rng.randrange(20, 200))
         appended |= {name for what, name in acknowledged if what == "append"}
         committed |= {name for what, name in acknowledged if what == "commit"}
         run(_verify(url, appended, committed))
     assert len(appended) > 10 * ROUNDS[backend] and len(committed) > ROUNDS[backend]
 
 
-def _write_and_die(url: str, prefix: str, seconds: float) -> list[list[str]]:
-    """Kill a writer `seconds` after its first acknowledgement; return what it acknowledged."""
+def _write_and_die(url: str, prefix: str, enough: int) -> list[list[str]]:
+    """Kill a writer once it has acknowledged so much, two commits included; return what it acknowledged."""
     command = [sys.executable, "-m", "tests.records.appender", url, prefix]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as process:
         assert process.stdout is not None
-        first = process.stdout.readline()
-        time.sleep(seconds)  # the pipe holds 64 KiB, far more than is acknowledged meanwhile
+        lines: list[list[str]] = []
+        while len(lines) < enough or sum(what == "commit" for what, _ in lines) < 2:
+            lines.append(process.stdout.readline().split())
         process.send_signal(signal.SIGKILL)
-        rest = process.stdout.read()
+        lines += [line.split() for line in process.stdout]
     assert process.returncode == -signal.SIGKILL
-    return [line.split() for line in (first + rest).splitlines() if line]
+    return lines
 
 
 async def _verify(url: str, appended: set[str], committed: set[str]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from reef.records.lock import DirectoryLock
 DirectoryLock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

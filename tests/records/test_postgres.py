@@ -25,7 +25,7 @@ from tests.records.values import base, discard, exchange, report, training, typi
 
 @pytest.fixture
 def storage(postgres, schema, run):
-    opened = PostgresStorage(postgres.url, schema=schema, lock_timeout=0.3)
+    opened = PostgresStorage(postgres.url, schema=schema, lock_timeout=100.0)
     run(opened.open())
     yield opened
     run(opened.close())
@@ -42,7 +42,7 @@ def other_session(server, schema):
 
 def refusal(run, url, **settings):
     with pytest.raises(StorageError) as failure:
-        run(PostgresStorage(url, connect_timeout=0.5, **settings).open())
+        run(PostgresStorage(url, connect_timeout=60.0, **settings).open())
     assert "wrong" not in str(failure.value)  # the password
     return str(failure.value)
 
@@ -94,7 +94,7 @@ def test_a_foreign_schema_is_refused_and_left_alone(postgres, schema, run):
 
 
 def test_many_may_create_it_at_once(postgres, schema, run):
-    storages = [PostgresStorage(postgres.url, schema=schema) for _ in range(4)]
+    storages = [PostgresStorage(postgres.url, schema=schema, lock_timeout=100.0) for _ in range(4)]
 
     async def everything():
         await asyncio.gather(*(storage.open() for storage in storages))
@@ -179,7 +179,7 @@ def test_followers_miss_nothing_that_several_processes_write(postgres, schema, r
     """Sequences appear in their order, whoever writes: whoever continues after the last one sees every record."""
 
     async def everything():
-        storages = [PostgresStorage(postgres.url, schema=schema) for _ in range(3)]
+        storages = [PostgresStorage(postgres.url, schema=schema, lock_timeout=100.0) for _ in range(3)]
         await asyncio.gather(*(storage.open() for storage in storages))
 
         async def write(storage, name):
@@ -205,7 +205,7 @@ def test_followers_miss_nothing_that_several_processes_write(postgres, schema, r
 
 def test_commits_of_two_processes_compete_and_one_wins(storage, postgres, schema, run):
     head = run(storage.create_scenario(base())).head
-    other = PostgresStorage(postgres.url, schema=schema)
+    other = PostgresStorage(postgres.url, schema=schema, lock_timeout=100.0)
     run(other.open())
 
     async def race():
@@ -218,29 +218,45 @@ def test_commits_of_two_processes_compete_and_one_wins(storage, postgres, schema
     run(other.close())
 
 
-def test_a_writer_elsewhere_times_out_and_nothing_is_lost(storage, postgres, schema, run):
+def test_a_writer_elsewhere_times_out_and_nothing_is_lost(postgres, schema, run):
+    storage = PostgresStorage(postgres.url, schema=schema, lock_timeout=0.3)
+    run(storage.open())
     with other_session(postgres, schema) as blocker:
         blocker.execute("BEGIN; LOCK TABLE write_order IN EXCLUSIVE MODE")
         with pytest.raises(StorageError, match="another process holds"):
             run(storage.append(exchange("a")))
         blocker.execute("COMMIT")
     assert run(storage.append(exchange("a"))).sequence > 0
+    run(storage.close())
 
 
 def test_a_deadlock_is_tried_again(storage, postgres, schema, run):
-    """Somebody's maintenance holds a table that we need, then wants the lock that we hold."""
+    """Somebody's maintenance holds a table that we need, and wants the lock that we hold."""
     run(storage.append(exchange("a")))
+    runs, ours_holds, theirs_waits = [], threading.Event(), threading.Event()
+
+    def operation(connection):
+        runs.append("run")
+        ours_holds.set()
+        assert theirs_waits.wait(100)
+        return connection.execute("SELECT count(*) FROM records").fetchone()
 
     async def deadlock(theirs):
-        appending = asyncio.ensure_future(storage.append(exchange("b")))
-        await asyncio.sleep(0.02)  # ours waits for the table; the server looks for deadlocks after 100 ms
-        await asyncio.to_thread(theirs.execute, "LOCK TABLE write_order IN EXCLUSIVE MODE")
-        await asyncio.to_thread(theirs.execute, "COMMIT")
-        return await appending
+        writing = asyncio.ensure_future(storage._write(operation))
+        await asyncio.to_thread(ours_holds.wait, 100)
+        locking = asyncio.ensure_future(
+            asyncio.to_thread(theirs.execute, "LOCK TABLE write_order IN EXCLUSIVE MODE; COMMIT")
+        )
+        while not await asyncio.to_thread(postgres.execute, "SELECT 1 FROM pg_locks WHERE NOT granted"):
+            await asyncio.sleep(0.01)
+        theirs_waits.set()  # whoever comes last looks for a deadlock, after 100 ms
+        await locking
+        return await writing
 
     with other_session(postgres, schema) as theirs:
+        theirs.execute("SET deadlock_timeout = '1h'")  # so that it is never the one which gives up
         theirs.execute("BEGIN; LOCK TABLE records IN ACCESS EXCLUSIVE MODE")
-        assert run(deadlock(theirs)).sequence > 0
+        assert run(deadlock(theirs)) == (1,) and len(runs) >= 2
     log = (postgres.directory / "log").read_text()
     assert "deadlock detected" in log
 
@@ -248,26 +264,26 @@ def test_a_deadlock_is_tried_again(storage, postgres, schema, run):
 def test_a_frozen_process_does_not_keep_others_from_writing(postgres, schema, run, monkeypatch):
     """It holds the lock and says nothing: the server ends its transaction, and it begins again when it wakes."""
     monkeypatch.setattr("reef.records.postgres.IDLE_SECONDS", 0.2)
-    frozen, other = (PostgresStorage(postgres.url, schema=schema, lock_timeout=20) for _ in range(2))
+    frozen, other = (PostgresStorage(postgres.url, schema=schema, lock_timeout=100.0) for _ in range(2))
     runs, begun, awake = [], threading.Event(), threading.Event()
 
     def operation(connection):
         runs.append("run")
         begun.set()
-        awake.wait(30)
+        awake.wait(200)
         return connection.execute("SELECT 1").fetchone()
 
     async def everything():
         await frozen.open()
         await other.open()
         waiting = asyncio.ensure_future(frozen._write(operation))
-        await asyncio.to_thread(begun.wait, 30)
+        await asyncio.to_thread(begun.wait, 200)
         stored = await other.append(exchange("a"))  # or it would wait for the lock in vain
         awake.set()
         return stored, await waiting
 
     stored, result = run(everything())
-    assert stored.sequence > 0 and result == (1,) and len(runs) == 2
+    assert stored.sequence > 0 and result == (1,) and len(runs) >= 2
     run(frozen.close())
     run(other.close())
 
@@ -277,7 +293,7 @@ def test_a_frozen_process_does_not_keep_others_from_writing(postgres, schema, ru
 
 def test_a_killed_backend_loses_nothing(postgres, schema, run):
     """The server ends our sessions under load; what was acknowledged is there, and nobody heard of it."""
-    storage = PostgresStorage(postgres.url, schema=schema, connect_timeout=50.0)
+    storage = PostgresStorage(postgres.url, schema=schema, connect_timeout=200.0)
     stored: list[str] = []
 
     async def client(name):
@@ -307,8 +323,9 @@ def test_a_killed_backend_loses_nothing(postgres, schema, run):
 def test_a_server_that_dies_and_comes_back(run):
     """Killed under load: writes wait for it or fail with the reason, and nothing acknowledged is lost."""
     with running_server() as server:
-        storage = PostgresStorage(server.url, connect_timeout=0.4)
+        storage = PostgresStorage(server.url, connect_timeout=60.0)
         run(storage.open())
+        storage.database._connect_timeout = storage._writer._patience = 0.4
         run(_survive(server, storage, random.Random(1)))
         run(storage.close())
 

@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def storage(path, run):
-    opened = SqliteStorage(path, busy_timeout=0.1)
+    opened = SqliteStorage(path)
     run(opened.open())
     yield opened
     run(opened.close())
@@ -180,7 +180,9 @@ def test_a_full_database_says_so(storage, path, run):
     assert "no space left" in str(schema.explain(failure.value, path))
 
 
-def test_a_writer_elsewhere_times_out_and_nothing_is_lost(storage, path, run):
+def test_a_writer_elsewhere_times_out_and_nothing_is_lost(path, run):
+    storage = SqliteStorage(path, busy_timeout=0.1)
+    run(storage.open())
     blocker = schema.connect_writer(path, 1.0)
     blocker.execute("BEGIN IMMEDIATE")
     with pytest.raises(StorageError, match="another process holds"):
@@ -188,6 +190,7 @@ def test_a_writer_elsewhere_times_out_and_nothing_is_lost(storage, path, run):
     blocker.execute("COMMIT")
     blocker.close()
     assert run(storage.append(exchange("a"))).sequence > 0
+    run(storage.close())
 
 
 def test_a_page_is_one_snapshot(storage, run):

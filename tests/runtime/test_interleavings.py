@@ -64,6 +64,7 @@ from reef.runtime.scheduler import SETTLED
 from reef.scenario import steps
 from reef.scenario.candidates import RuntimeCandidateBackend
 from reef.scenario.steps import Services, Steps
+from tests.conftest import examples
 from tests.runtime.fakes import Device, FakeEngines, FakeTrainer, Faults, IdleHandler, plan_of
 from tests.scenario.harness import Verdict, unasked
 
@@ -486,16 +487,14 @@ class ColocatedInterleavings(Interleavings):
     colocated = True
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("machine", [Interleavings, ColocatedInterleavings])
 def test_random_interleavings(monkeypatch, machine):
     monkeypatch.setattr(steps, "asyncio", waiting)
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=30,
+            max_examples=examples(12),
             stateful_step_count=15,
-            deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
         ),
     )

@@ -53,7 +53,7 @@ def run(body, path, **recipe) -> None:
         harness.servers = []
         await harness.boot()
         try:
-            await asyncio.wait_for(body(harness), 60)
+            await asyncio.wait_for(body(harness), 250)
         finally:
             await harness.stop()
 
@@ -98,12 +98,12 @@ def test_a_step_whose_coordinator_dies_is_trained_by_the_next(tmp_path, monkeypa
 
         def never(job):
             loop.call_soon_threadsafe(inside.set)
-            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(30)
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(200)
             raise WorkerDied("it died with its coordinator")
 
         reef.trainer.train = never  # type: ignore[method-assign]
         await teach(reef, "a", "b")
-        await asyncio.wait_for(inside.wait(), 10)
+        await asyncio.wait_for(inside.wait(), 100)
         closing = asyncio.create_task(asyncio.to_thread(reef.server.close))
         reef.launch()
         await reef.released(1)
@@ -139,7 +139,7 @@ def test_who_does_not_know_the_token_learns_nothing(tmp_path):
 
 def test_what_is_no_call_is_refused(tmp_path):
     def post(server: CoordinatorServer, method: str, body: bytes) -> tuple[int, dict]:
-        connection = http.client.HTTPConnection(server.discovery.host, server.discovery.port, timeout=10)
+        connection = http.client.HTTPConnection(server.discovery.host, server.discovery.port, timeout=60)
         connection.request("POST", f"/{method}", body, {"authorization": f"Bearer {server.discovery.token}"})
         answer = connection.getresponse()
         assert answer.headers["content-type"] == MSGPACK

@@ -157,7 +157,7 @@ class Harness:
             generations=[generation],
         )
 
-    async def until(self, condition, seconds: float = 10.0) -> None:
+    async def until(self, condition, seconds: float = 100.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"still waiting; status {await self.scenario.status()}"

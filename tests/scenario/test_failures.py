@@ -185,12 +185,12 @@ def test_engines_are_replaced_while_a_step_trains(tmp_path):
 
         def slow(job):
             loop.call_soon_threadsafe(inside.set)
-            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(10)
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(100)
             return real(job)
 
         reef.trainer.train = slow  # type: ignore[method-assign]
         await teach(reef, "a", "b")
-        await asyncio.wait_for(inside.wait(), 5)
+        await asyncio.wait_for(inside.wait(), 60)
         reef.engines.trouble = "engine-0 died"
         await reef.until(lambda: "restart" in reef.faults.calls and not reef.engines.paused)
         go_on.set()

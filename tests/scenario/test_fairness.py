@@ -56,7 +56,7 @@ def _each_job(reef: Harness, look: Callable[[TrainJob], None]) -> None:
 def held(reef: Harness):
     """The next steps wait in the trainer until the block ends."""
     go_on = threading.Event()
-    _each_job(reef, lambda job: go_on.wait(20) or pytest.fail("nobody let the trainer go on"))
+    _each_job(reef, lambda job: go_on.wait(200) or pytest.fail("nobody let the trainer go on"))
     try:
         yield
     finally:
@@ -125,7 +125,7 @@ def test_a_step_that_always_fails_has_its_turns_and_no_more(tmp_path):
             for number in range(3):
                 for name in others:
                     await pair(reef, name, str(number))
-            await reef.until(lambda: all(other.head.number == 3 for other in reef.others.values()), 20)
+            await reef.until(lambda: all(other.head.number == 3 for other in reef.others.values()))
             assert set(order) == set(others)
             attempts = list(Counter(job_id for scenario, job_id in jobs if scenario == "s").values())
             assert attempts[0] == steps.ATTEMPTS and set(attempts[1:]) <= {1}, "later it holds nobody up"
@@ -164,7 +164,7 @@ def test_the_waits_of_a_failing_scenario_grow_to_a_bound_and_end_with_a_success(
         with monkeypatch.context() as patch:
             patch.setattr(asyncio, "sleep", lambda seconds: (real_sleep if seconds > 1000 else sleep)(seconds))
             tested.start()
-            await asyncio.wait_for(ended.wait(), 5)
+            await asyncio.wait_for(ended.wait(), 60)
             await tested.close()
 
     monkeypatch.undo()

@@ -18,7 +18,7 @@ def run(body, path, **recipe):
     async def go():
         harness = await Harness(path, **recipe).boot()
         try:
-            await asyncio.wait_for(body(harness), 30)
+            await asyncio.wait_for(body(harness), 250)
         finally:
             await harness.stop()
 
@@ -185,7 +185,7 @@ def test_after_a_crash_at_the_gate_the_candidate_is_published_without_training_a
         assert reef.scenario.head.number == 1, "nothing may train twice"
         await reef.stop()
 
-    asyncio.run(asyncio.wait_for(body(), 30))
+    asyncio.run(asyncio.wait_for(body(), 250))
 
 
 def test_a_resume_that_fails_after_the_commit_is_repeated(tmp_path):
@@ -240,7 +240,7 @@ def test_what_may_not_train_never_does_and_holds_up_nothing(tmp_path):
         await storage.close()
         await reef.boot()
         try:
-            await asyncio.wait_for(reef.released(1), 30)
+            await asyncio.wait_for(reef.released(1), 100)
             fates = await reef.storage.consumed("s", ["barred", "a", "b", "r1", "r2", "r3", "r4"])
             assert fates.pop("barred") == fates.pop("r1") == fates.pop("r2") == Disposition.INELIGIBLE
             assert set(fates.values()) == {Disposition.TRAINED} and len(fates) == 4

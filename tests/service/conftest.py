@@ -48,11 +48,11 @@ class Running:
         return response.json()["records"] if response.status_code == 200 else []
 
     def wait_for_records(self, count: int, scenario: str = "default") -> list[dict[str, Any]]:
-        for _ in range(200):
+        for _ in range(5000):
             if len(found := self.records(scenario)) >= count:
                 return found
             threading.Event().wait(0.02)
-        raise AssertionError(f"{len(found)} records after 4 s, not {count}")
+        raise AssertionError(f"{len(found)} records after 100 s, not {count}")
 
     def scenarios(self) -> list[str]:
         return [found["scenario"] for found in self.http.get("/reef/scenarios").json()["scenarios"]]
@@ -60,7 +60,7 @@ class Running:
     def stop(self) -> None:
         self.http.close()
         self.server.should_exit = True
-        self.thread.join(20)
+        self.thread.join(100)
         assert not self.thread.is_alive()
 
 
@@ -124,4 +124,4 @@ def serve(deployment) -> Callable:
 @pytest.fixture
 def run() -> Iterator[Callable]:
     with asyncio.Runner() as runner:
-        yield lambda awaitable: runner.run(asyncio.wait_for(awaitable, 30))
+        yield lambda awaitable: runner.run(asyncio.wait_for(awaitable, 200))

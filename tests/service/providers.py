@@ -42,7 +42,7 @@ class FakeProvider:
     def close(self) -> None:
         self._run(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
 
     async def _close(self) -> None:
@@ -52,7 +52,7 @@ class FakeProvider:
         await asyncio.sleep(0)
 
     def _run(self, awaitable: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(awaitable, self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(awaitable, self._loop).result(60)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -105,7 +105,7 @@ DONE = event(b"[DONE]")
 
 
 async def hang(reader, writer):
-    await asyncio.sleep(30)
+    await asyncio.sleep(600)
 
 
 async def hang_up(reader, writer):

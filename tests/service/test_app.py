@@ -55,28 +55,28 @@ class Process:
         self.ready.set()
 
     def __enter__(self) -> Process:
-        assert self.ready.wait(90) and self.process.poll() is None, "".join(self.lines)
+        assert self.ready.wait(240) and self.process.poll() is None, "".join(self.lines)
         self.url = next(line for line in self.lines if "ready at" in line).split("ready at ")[1].split(",")[0]
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(20)
+        self.process.wait(60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_mid_generation_ends_it_recorded_and_clean(tiny_model, tmp_path, run, number):
     with Process(tiny_model, tmp_path) as reef:
         content = body(stream=True, max_tokens=4000, ignore_eos=True)
-        with httpx.stream("POST", f"{reef.url}/v1/chat/completions", json=content, timeout=60) as response:
+        with httpx.stream("POST", f"{reef.url}/v1/chat/completions", json=content, timeout=200) as response:
             receipt = response.headers["x-reef-agent-record-id"]
             seen = b""
             for part in response.iter_raw():
                 if not seen:
                     reef.process.send_signal(number)
                 seen += part
-        assert reef.process.wait(30) == 0, "".join(reef.lines)
+        assert reef.process.wait(100) == 0, "".join(reef.lines)
     storage = SqliteStorage(tmp_path / "reef.db")
     run(storage.open())
     record = run(storage.get("default", [receipt]))[receipt]

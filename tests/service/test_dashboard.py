@@ -66,7 +66,7 @@ def test_what_a_client_wrote_is_text(reef: Running):
 
 
 def test_a_browser_logs_in_with_a_token_and_only_here(reef: Running):
-    browser = httpx.Client(base_url=reef.url, timeout=60)
+    browser = httpx.Client(base_url=reef.url, timeout=200)
     refused = browser.get("/dashboard")
     asked = 'Basic realm="Reef: the password is a token"'
     assert refused.status_code == 401 and refused.headers.get_list("www-authenticate") == [asked]

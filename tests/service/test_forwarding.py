@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,20 @@ def reef(provider, tmp_path_factory) -> Iterator[Running]:
         provider.url,
         tmp_path_factory.mktemp("reef"),
         upstream_api_key=KEY,
-        upstream_timeout="0.4",
         header_providers=f"{__name__}:Signature",
     ) as found:
         yield found
+
+
+@contextmanager
+def impatient(reef: Running) -> Iterator[None]:
+    """As with upstream-timeout 0.2: only where silence is meant, since a busy machine is silent now and then."""
+    pool = reef.deployment._handler._pool
+    patient, pool._timeout = pool._timeout, 0.2
+    try:
+        yield
+    finally:
+        pool._timeout = patient
 
 
 def newest(reef: Running) -> dict:
@@ -193,13 +204,17 @@ def test_a_stream_without_its_terminal_event_is_recorded_incomplete_and_never_tr
 def test_a_stream_that_stalls_ends_with_an_error_of_its_api(reef, provider, route, mark):
     async def script(reader, writer):
         writer.write(STREAM_HEAD + chunk(event({"type": "ping"}, "ping")))
-        await asyncio.sleep(30)
+        await asyncio.sleep(600)
 
     provider.answer = script
-    answer = ask(reef, route)
-    assert answer.content.startswith(event({"type": "ping"}, "ping") + mark)
-    assert b"sent nothing for 0.4 s" in answer.content
-    assert newest(reef)["response"].encode() == answer.content
+    with reef.http.stream("POST", route, json={}, headers={"x-reef-scenario": "s"}) as answer:
+        seen = answer.iter_raw()
+        content = next(seen)
+        with impatient(reef):
+            content += b"".join(seen)
+    assert content.startswith(event({"type": "ping"}, "ping") + mark)
+    assert b"sent nothing for 0.2 s" in content
+    assert newest(reef)["response"].encode() == content
 
 
 def test_a_client_that_leaves_ends_the_request_and_is_recorded(reef, provider):
@@ -214,7 +229,7 @@ def test_a_client_that_leaves_ends_the_request_and_is_recorded(reef, provider):
     before = stored(reef)
     with reef.http.stream("POST", ROUTES[0], json={}, headers={"x-reef-scenario": "s"}) as answer:
         next(answer.iter_raw())
-    assert left.wait(10)
+    assert left.wait(60)
     record = reef.wait_for_records(before + 1, "s")[-1]
     assert [generation["ending"] for generation in record["generations"]] == ["client_left"]
     assert record["response"].encode() == piece("a")
@@ -240,19 +255,21 @@ FAULTS = {
     "compressed": (reply(b"\x1f\x8b", content_encoding="gzip"), 502, "encoded"),
     "redirect": (reply(b"", 307, location="http://elsewhere"), 502, "redirects"),
     "not HTTP": (b"SSH-2.0-OpenSSH\r\n\r\n", 502, "not HTTP"),
-    "silence": (hang, 504, "sent nothing for 0.4 s"),
+    "silence": (hang, 504, "sent nothing for 0.2 s"),
     "reset": (hang_up, 502, "closed the connection"),
     "half a body": (reply(ANSWER)[:-9], 504, "sent nothing"),
     "a stream of nothing": (STREAM_HEAD, 504, "sent nothing"),
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.parametrize("route", [ROUTES[0], ROUTES[3]])
+@pytest.mark.parametrize(
+    ("route", "name"), [(ROUTES[0], name) for name in FAULTS] + [(ROUTES[3], name) for name in ("not JSON", "silence")]
+)
 def test_what_is_no_answer_is_an_error_in_the_callers_shape(reef, provider, name, route):
     provider.answer, status, complaint = FAULTS[name]
     before = stored(reef)
-    answer = ask(reef, route)
+    with impatient(reef) if status == 504 else nullcontext():
+        answer = ask(reef, route)
     assert answer.status_code == status and complaint in message(answer)
     assert (answer.json().get("type") == "error") == (route == "/v1/messages")
     assert stored(reef) == before

@@ -70,12 +70,12 @@ def test_a_required_tool_is_one_of_those_given(real):
 def test_responses_and_messages_too(real):
     tool = {"type": "function", "name": "paint", "parameters": SCHEMA}
     response = real.openai.responses.create(
-        model="m", input="Hello", tools=[tool], tool_choice="required", max_output_tokens=200
+        model="m", input="Hello", tools=[tool], tool_choice="required", max_output_tokens=200, temperature=0
     )
     jsonschema.validate(json.loads(response.output[0].arguments), SCHEMA)
     message = client(real).messages.create(
         model="m", max_tokens=200, messages=HELLO, tools=[{"name": "paint", "input_schema": SCHEMA}],
-        tool_choice={"type": "any"},
+        tool_choice={"type": "any"}, extra_body={"temperature": 0},
     )  # fmt: skip
     jsonschema.validate(message.content[0].input, SCHEMA)
 

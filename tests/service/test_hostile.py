@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from reef.errors import InvalidRequest
 from reef.service.routes_inference import CHAT, COMPLETIONS, RESPONSES, messages
+from tests.conftest import examples
 from tests.service.test_tools import SCHEMA
 
 FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA}
@@ -99,7 +100,7 @@ def test_what_these_tests_damage_is_valid(api, gateway):
 @pytest.mark.parametrize("api", APIS, ids=ids)
 def test_the_parsers_raise_nothing_but_invalid_request(api):
     @given(damaged(VALID[api]))
-    @settings(max_examples=300)
+    @settings(max_examples=examples(100))
     def check(body):
         try:
             api.parse(json.dumps(body).encode())
@@ -112,7 +113,7 @@ def test_the_parsers_raise_nothing_but_invalid_request(api):
 @pytest.mark.parametrize("api", APIS, ids=ids)
 def test_every_answer_is_below_500(api, gateway):
     @given(damaged(VALID[api]))
-    @settings(max_examples=60)
+    @settings(max_examples=examples(40))
     def check(body):
         before = len(gateway.records(limit=1000))
         response = gateway.http.post(api.route, json=body)

@@ -18,7 +18,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 
 def connected(gateway: Running) -> socket.socket:
     host, port = gateway.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    return socket.create_connection((host, int(port)), timeout=100)
 
 
 def everything(connection: socket.socket) -> bytes:

@@ -33,12 +33,12 @@ def lines(capsys) -> Callable[[int], list[dict[str, Any]]]:
     found: list[dict[str, Any]] = []
 
     def read(count: int) -> list[dict[str, Any]]:
-        for _ in range(500):
+        for _ in range(5000):
             found.extend(json.loads(line) for line in capsys.readouterr().err.splitlines())
             if len(found) >= count:
                 return found
             time.sleep(0.02)
-        raise AssertionError(f"{len(found)} lines after 10 s, not {count}: {found}")
+        raise AssertionError(f"{len(found)} lines after 100 s, not {count}: {found}")
 
     return read
 
@@ -119,7 +119,7 @@ def test_a_task_that_outlives_its_request_does_not_log_for_it(gateway: Running, 
     configured(log_format="json")
 
     async def later() -> None:
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)
         logging.getLogger("reef.test").info("later")
 
     kept: list[Any] = []

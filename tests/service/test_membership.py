@@ -43,7 +43,7 @@ class Member:
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while not condition():
             await asyncio.sleep(0.01)
 

@@ -95,9 +95,11 @@ def test_what_failed_and_who_left(gateway):
         assert gateway.chat().status_code == 503
         gateway.engine.expect(refuse=EngineError("no"))
         assert gateway.chat().status_code == 503
-        gateway.engine.expect(text="word " * 50, delay=0.02)
+        gateway.engine.expect(text="word " * 50, gate=threading.Event())
+        left = scrape(gateway).of("reef_answers_total", "ending=client_left")
         leave_after(gateway, b"word", stream=True)
-        gateway.wait_for_records(2)
+        while scrape(gateway).of("reef_answers_total", "ending=client_left") == left:
+            threading.Event().wait(0.005)
     assert (
         found.of("reef_answers_total", "ending=engine_cut") == found.of("reef_answers_total", "ending=client_left") == 1
     )
@@ -114,12 +116,14 @@ def test_a_full_disk_is_counted_and_the_answer_is_not(gateway):
 
 
 def test_in_flight_while_it_is(gateway):
-    gateway.engine.expect(text="word " * 20, delay=0.02)
+    gate = threading.Event()
+    gateway.engine.expect(gate=gate)
     thread = threading.Thread(target=gateway.chat)
     thread.start()
-    while not gateway.engine.running:
+    while not gateway.engine.at_gate:
         threading.Event().wait(0.005)
     now = scrape(gateway)
+    gate.set()
     thread.join()
     assert now.of("reef_generations_in_flight") == 1 and now.of("reef_requests_in_flight") == 2
 

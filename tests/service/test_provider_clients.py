@@ -21,9 +21,8 @@ from tests.service.conftest import Running  # noqa: E402
 from tests.service.providers import in_front  # noqa: E402
 from tests.test_cli_serve import ready_url  # noqa: E402
 
-pytestmark = pytest.mark.timeout(300)
-
 KEY = "upstream-key"
+GREEDY = {"temperature": 0}  # a draw might be the end token
 MESSAGES = [{"role": "user", "content": "Hello"}]
 TOOL = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
 
@@ -41,7 +40,7 @@ def upstream(tiny_model: Path, tmp_path_factory) -> Iterator[str]:
         yield ready_url(log, process, seconds=240)  # on a busy machine, importing torch alone takes minutes
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def test_chat(reef):
 
 def test_chat_streamed(reef):
     stream = reef.openai.chat.completions.create(
-        model="m", messages=MESSAGES, max_tokens=5, stream=True, stream_options={"include_usage": True}
+        model="m", messages=MESSAGES, max_tokens=5, stream=True, stream_options={"include_usage": True}, **GREEDY
     )
     chunks = list(stream)
     record = recorded(reef)
@@ -83,23 +82,23 @@ def test_chat_streamed(reef):
 
 
 def test_two_streamed_choices(reef):
-    stream = reef.openai.chat.completions.create(model="m", messages=MESSAGES, max_tokens=3, n=2, stream=True)
+    stream = reef.openai.chat.completions.create(model="m", messages=MESSAGES, max_tokens=3, n=2, stream=True, seed=1)
     chunks = [chunk for chunk in stream if chunk.choices]
     assert sorted(c.choices[0].index for c in chunks if c.choices[0].finish_reason) == [0, 1]
     assert [hasattr(chunk, "reef") for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
 def test_legacy_completions(reef):
-    chunks = list(reef.openai.completions.create(model="m", prompt="Once", max_tokens=4, stream=True))
+    chunks = list(reef.openai.completions.create(model="m", prompt="Once", max_tokens=4, stream=True, **GREEDY))
     assert chunks[-1].reef == {"agent_record_id": recorded(reef)["agent_record_id"]}
-    assert reef.openai.completions.create(model="m", prompt="Once", max_tokens=4).usage.completion_tokens == 4
+    assert reef.openai.completions.create(model="m", prompt="Once", max_tokens=4, **GREEDY).usage.completion_tokens == 4
 
 
 def test_responses(reef):
-    whole = reef.openai.responses.create(model="m", input="Hello", max_output_tokens=16)
+    whole = reef.openai.responses.create(model="m", input="Hello", max_output_tokens=16, **GREEDY)
     again = reef.openai.responses.retrieve(whole.id)
     assert again.output_text == whole.output_text
-    with reef.openai.responses.stream(model="m", input="Hello", max_output_tokens=16) as stream:
+    with reef.openai.responses.stream(model="m", input="Hello", max_output_tokens=16, **GREEDY) as stream:
         events = list(stream)
     assert events[-1].type in ("response.completed", "response.incomplete")
     assert events[-1].response.reef == {"agent_record_id": recorded(reef)["agent_record_id"]}
@@ -107,9 +106,9 @@ def test_responses(reef):
 
 
 def test_messages(reef, claude):
-    whole = claude.messages.create(model="m", max_tokens=4, messages=MESSAGES)
+    whole = claude.messages.create(model="m", max_tokens=4, messages=MESSAGES, extra_body=GREEDY)
     assert whole.usage.output_tokens == 4 and recorded(reef)["route"] == "/v1/messages"
-    with claude.messages.stream(model="m", max_tokens=4, messages=MESSAGES) as stream:
+    with claude.messages.stream(model="m", max_tokens=4, messages=MESSAGES, extra_body=GREEDY) as stream:
         final = stream.get_final_message()
     assert final.usage.output_tokens == 4 and recorded(reef)["generations"] == []
     assert f'"reef":{{"agent_record_id":"{recorded(reef)["agent_record_id"]}"}}' in recorded(reef)["response"]
@@ -129,7 +128,12 @@ def test_the_providers_refusal_is_the_clients_error(reef, claude):
 
 def test_tools_pass(reef):
     answer = reef.openai.chat.completions.create(
-        model="m", messages=MESSAGES, max_tokens=64, tools=[{"type": "function", "function": TOOL}], tool_choice="none"
+        model="m",
+        messages=MESSAGES,
+        max_tokens=64,
+        tools=[{"type": "function", "function": TOOL}],
+        tool_choice="none",
+        **GREEDY,
     )
     assert answer.choices[0].message.tool_calls is None
 

@@ -81,7 +81,7 @@ def test_a_provider_of_one_api_is_not_asked_in_the_other(provider, tmp_path):
 def test_shutdown_cuts_and_records_what_runs(provider, tmp_path):
     async def script(reader, writer):
         writer.write(STREAM_HEAD + chunk(piece("a")))
-        await asyncio.sleep(30)
+        await asyncio.sleep(600)
 
     provider.answer = script
     config = resolve(environ={}, flags={"inference.upstream-url": provider.url, "reef.data-dir": str(tmp_path)}).config
@@ -96,14 +96,15 @@ def test_shutdown_cuts_and_records_what_runs(provider, tmp_path):
 
 
 @pytest.fixture
-def unused_port() -> int:
+def deaf() -> Iterator[socket.socket]:
+    """Has its port, so that nobody else takes it, and refuses connections until it listens."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+        yield found
 
 
-def test_a_refused_connection_is_a_502_and_creates_nothing(tmp_path, unused_port):
-    with in_front(f"http://127.0.0.1:{unused_port}", tmp_path) as reef:
+def test_a_refused_connection_is_a_502_and_creates_nothing(tmp_path, deaf):
+    with in_front(f"http://127.0.0.1:{deaf.getsockname()[1]}", tmp_path) as reef:
         for route in ROUTES:
             answer = ask(reef, route)
             assert answer.status_code == 502 and "cannot connect to the provider" in message(answer)
@@ -111,10 +112,9 @@ def test_a_refused_connection_is_a_502_and_creates_nothing(tmp_path, unused_port
         assert reef.scenarios() == ["default"] and reef.http.get("/healthz").status_code == 200
 
 
-def test_a_connection_that_is_refused_is_tried_again(tmp_path, unused_port):
-    with in_front(
-        f"http://127.0.0.1:{unused_port}", tmp_path, upstream_connect_retries="10", upstream_connect_timeout="20"
-    ) as reef:
+def test_a_connection_that_is_refused_is_tried_again(tmp_path, deaf):
+    url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+    with in_front(url, tmp_path, upstream_connect_retries="10", upstream_connect_timeout="100") as reef:
         answers: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: answers.append(ask(reef)))
         asking.start()
@@ -126,27 +126,30 @@ def test_a_connection_that_is_refused_is_tried_again(tmp_path, unused_port):
                 writer.write(reply({}))
                 await writer.drain()
 
-            server = await asyncio.start_server(serve, "127.0.0.1", unused_port)
+            server = await asyncio.start_server(serve, sock=deaf)
             while asking.is_alive():
                 await asyncio.sleep(0.01)
             server.close()
 
-        asyncio.run(asyncio.wait_for(late(), 20))
+        asyncio.run(asyncio.wait_for(late(), 100))
         assert [answer.status_code for answer in answers] == [200]
 
 
 def test_more_requests_than_connections_wait_and_are_told_when_it_takes_too_long(provider, tmp_path):
     provider.answer = hang
-    with in_front(provider.url, tmp_path, upstream_connections="1", upstream_connect_timeout="0.2") as reef:
+    with in_front(provider.url, tmp_path, upstream_connections="1") as reef:
+        pool = reef.deployment._handler._pool
         first = threading.Thread(target=lambda: ask(reef))
         before = len(provider.bodies)
         first.start()
         while len(provider.bodies) == before:
             threading.Event().wait(0.01)
+        patient, pool._connect_timeout = pool._connect_timeout, 0.2
         second = ask(reef)
+        pool._connect_timeout = patient
         assert second.status_code == 503 and "in use" in message(second) and "retry-after" in second.headers
-        reef.deployment._handler._pool.close()
-        first.join(10)
+        pool.close()
+        first.join(60)
         provider.answer = reply({})
         assert ask(reef).status_code == 200
 
@@ -162,7 +165,7 @@ def test_shutdown_tells_who_waits_for_a_whole_answer(provider, tmp_path):
         while len(provider.bodies) == before:
             threading.Event().wait(0.01)
         reef.server.should_exit = True
-        asking.join(20)
+        asking.join(60)
     assert [answer.status_code for answer in answers] == [503] and "shutting down" in message(answers[0])
 
 
@@ -191,7 +194,7 @@ def test_a_provider_with_tls_is_asked_if_its_certificate_is_trusted(tmp_path, mo
         certificate,
     ]
     try:
-        subprocess.run([*map(str, command)], check=True, capture_output=True, timeout=30)
+        subprocess.run([*map(str, command)], check=True, capture_output=True, timeout=100)
     except OSError:
         pytest.skip("there is no openssl to make a certificate with")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

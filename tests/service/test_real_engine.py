@@ -118,11 +118,11 @@ def test_a_continued_conversation_hits_the_cached_prefix(real):
 
 def test_a_client_that_leaves_frees_the_engine(real):
     headers = {"x-reef-scenario": "leavers"}
-    seen = leave_after(real, b'"content":" ', headers=headers, stream=True, max_tokens=4000, ignore_eos=True)
+    seen = leave_after(real, b'"content":" ', headers=headers, stream=True, seed=1, max_tokens=4000, ignore_eos=True)
     record = real.wait_for_records(1, "leavers")[0]
     assert record["generations"][0]["ending"] == "client_left"
     assert record["agent_record_id"].encode() in seen
-    for _ in range(200):
+    for _ in range(5000):
         if real.http.get("/reef/status").json()["engines"][0]["running"] == 0:
             return
         threading.Event().wait(0.02)

@@ -44,7 +44,7 @@ def test_a_handler_that_cannot_be_used_is_a_configuration_error(flags, message):
 
 def test_the_coordinator_command_lists_what_serve_does():
     shown = subprocess.run(
-        [sys.executable, "-m", "reef.cli", "coordinator", "--help"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "reef.cli", "coordinator", "--help"], capture_output=True, text=True, timeout=200
     )
     assert shown.returncode == 0
     assert "--execution.coordinator-port" in shown.stdout and "coordinator_training" in shown.stdout

@@ -33,7 +33,7 @@ def exporter() -> Iterator[InMemorySpanExporter]:
 
 def spans_of(exporter: InMemorySpanExporter, count: int) -> dict:
     """Waits: a request's span ends when its client has the answer already."""
-    for _ in range(500):
+    for _ in range(5000):
         found = exporter.get_finished_spans()
         if len(found) >= count:
             return {span.name: span for span in found}

@@ -37,4 +37,4 @@ def test_only_the_base_of_colocated_adapters_may_stay(others):
 
 def test_the_configuration_imports_no_torch():
     code = "import sys, reef.train.torch_backend.backend; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0

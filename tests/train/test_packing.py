@@ -9,6 +9,7 @@ pytest.importorskip("numpy")
 
 from reef.train.torch_backend import packing
 from reef.train.torch_backend.packing import MicroBatch, TrainedSequence, pack, pack_one
+from tests.conftest import examples
 
 
 def sequences(rows: list[list[int]], prompt: int = 1) -> list[TrainedSequence]:
@@ -124,7 +125,7 @@ def test_rollouts_after_a_long_prompt_are_one_block():
 
 @pytest.mark.parametrize(("dense", "merged"), [(0, 0), (3, 0), (3, 3), (4, 2), (1000, 64)])
 @given(rows=st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=12))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(75))
 def test_every_prediction_sees_exactly_its_own_prefix(dense, merged, rows):
     items = sequences(rows)
     with pytest.MonkeyPatch.context() as patch:

@@ -52,11 +52,9 @@ class ChatTokenizer:
     @classmethod
     def load(cls, path: Path | str, tool_format: str = "auto", reasoning_format: str = "auto") -> ChatTokenizer:
         """Load from a model directory or GGUF file. Blocking; reads files. Raises ConfigError."""
-        from transformers import AutoTokenizer
-
         source, options = model_source(Path(path))
         try:
-            return cls(AutoTokenizer.from_pretrained(source, **options), tool_format, reasoning_format)
+            return cls(_class_of(source).from_pretrained(source, **options), tool_format, reasoning_format)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"cannot read the tokenizer of the model at {path}: {error}") from error
 
@@ -121,6 +119,21 @@ class ChatTokenizer:
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
         return piece.replace("\u2581", " ").encode()
+
+
+def _class_of(source: Path) -> Any:
+    """`AutoTokenizer`, which imports torch to read the model's config, or at once what a directory says it would find.
+
+    The service needs torch for nothing else, and importing it takes seconds.
+    """
+    import transformers
+
+    try:
+        said = json.loads((source / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        said = {}
+    plain = said.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in said
+    return getattr(transformers, "TokenizersBackend" if plain else "AutoTokenizer")
 
 
 def _decoder_kinds(decoder: dict[str, Any]) -> list[str]:

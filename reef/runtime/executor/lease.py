@@ -15,7 +15,7 @@ import time
 
 from reef.runtime.executor import process
 
-_KILL_SECONDS = 10.0
+_KILL_SECONDS = 30.0
 _POLL_SECONDS = 0.02
 
 
@@ -41,7 +41,7 @@ class Lease:
 
 
 def main() -> int:
-    """0 once nobody with the mark lives any more, 1 if somebody does after 10 s."""
+    """0 once nobody with the mark lives any more, 1 if somebody does after 30 s."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     mark = sys.stdin.readline().rstrip("\n")
     sys.stdin.read()

@@ -40,7 +40,8 @@ _BOOTSTRAP = (
     "from reef.runtime.executor.mp import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
 )
 _TERMINATE_SECONDS = 2.0
-_KILL_SECONDS = 5.0
+_KILL_SECONDS = 30.0  # a busy machine takes its time even for this
+_REAP_SECONDS = 5.0  # for one that has closed its pipe and lives on
 _ORPHAN_SECONDS = 2.0
 
 
@@ -166,7 +167,7 @@ class _Process(Worker):
 
     def _reap(self) -> str:
         try:
-            code = self._process.wait(_KILL_SECONDS)
+            code = self._process.wait(_REAP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()

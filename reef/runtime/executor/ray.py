@@ -40,7 +40,7 @@ from reef.runtime.executor.ray_cluster import RayCluster, RayReservation, end_pr
 log = logging.getLogger("reef.ray")
 
 _PING_SECONDS = 1.0
-_KILL_SECONDS = 5.0
+_KILL_SECONDS = 30.0  # a busy machine takes its time even for this
 _NAME_SECONDS = 10.0  # until a dead actor's name is free
 
 

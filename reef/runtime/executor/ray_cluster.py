@@ -49,7 +49,7 @@ OBJECT_STORE_BYTES = 128 * 1024 * 1024
 """Of a local cluster: what is sent through it is calls, not weights."""
 
 _STOP_SECONDS = 20.0
-_KILL_SECONDS = 5.0
+_KILL_SECONDS = 30.0  # a busy machine takes its time even for this
 _PATIENCE_SECONDS = 0.5
 _TASK_SECONDS = 30.0  # for a task on another node: its process may have to start first
 _VITAL = ("gcs_server", "raylet")

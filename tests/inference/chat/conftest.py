@@ -27,6 +27,6 @@ def chat(tokenizer, engine) -> ChatService:
 
 @pytest.fixture
 def run() -> Iterator[Callable]:
-    """Run a coroutine, at most 20 seconds."""
+    """Run a coroutine, at most 200 seconds."""
     with asyncio.Runner() as runner:
-        yield lambda awaitable: runner.run(asyncio.wait_for(awaitable, 20))
+        yield lambda awaitable: runner.run(asyncio.wait_for(awaitable, 200))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,7 @@ class Script:
     ids: list[int] | None = None  # instead of the text's, end token included if there is to be one
     chunk: int = 1  # tokens per chunk
     delay: float = 0.0  # seconds before each chunk
+    gate: threading.Event | None = None  # it waits for this after three chunks
     cut_after: int | None = None  # tokens, then ENGINE_CUT
     die_after: int | None = None  # tokens, then an exception that is no ReefError
     stop_without_ending: bool = False
@@ -35,6 +37,7 @@ class FakeEngine(InferenceHandler):
     seen: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     running: int = 0
+    at_gate: int = 0  # how many have come there, so that all before it was taken
     script_of: Callable[[GenerateRequest], Script] | None = None
     on_request: Callable[[], None] = lambda: None
 
@@ -69,6 +72,10 @@ class FakeEngine(InferenceHandler):
             ending = Ending.STOP if ids[-1] == self.end else Ending.LENGTH
             for number, start in enumerate(range(0, len(ids), script.chunk)):
                 await asyncio.sleep(script.delay)
+                if script.gate is not None and number == 3:
+                    self.at_gate += 1
+                    while not script.gate.is_set():
+                        await asyncio.sleep(0.005)
                 if script.cut_after is not None and start >= script.cut_after:
                     ended = True
                     yield self._chunk(request, [], script, number, Ending.ENGINE_CUT)

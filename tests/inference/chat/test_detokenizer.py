@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from reef.inference.chat.detokenizer import TextStream, decode
 from reef.inference.chat.tokenizer import ChatTokenizer
-from tests.conftest import needs
+from tests.conftest import examples, needs
 
 token_ids = st.lists(st.integers(0, 49151), max_size=40)
 multibyte = st.text(alphabet="aé漢🦜\u200d\n b", max_size=20)
@@ -37,7 +37,7 @@ class FakeVocabulary:
 
 def test_the_pieces_joined_are_the_model_s_own_decoding(tokenizer):
     @given(st.one_of(token_ids, multibyte.map(tokenizer.encode_now)))
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(100))
     def check(ids):
         assert decode(tokenizer, ids) == tokenizer._tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -46,7 +46,7 @@ def test_the_pieces_joined_are_the_model_s_own_decoding(tokenizer):
 
 def test_half_a_character_is_never_shown(tokenizer):
     @given(st.text(alphabet="é漢🦜a", min_size=1, max_size=12))
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=examples(60))
     def check(text):
         stream = TextStream(tokenizer)
         assert all("\ufffd" not in stream.push(token_id) for token_id in tokenizer.encode_now(text))
@@ -71,7 +71,7 @@ stops = st.lists(st.text(alphabet="abé", min_size=1, max_size=4), min_size=1, m
 
 
 @given(st.text(alphabet="abcé", max_size=30), stops, st.lists(st.integers(0, 5), max_size=30))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(200))
 def test_stop_strings_cut_alike_for_any_chunking(text, stop, sizes):
     by_character, whole = chunks_of(text, stop, [1] * len(text.encode()))
     pieces, stream = chunks_of(text, stop, sizes)
@@ -81,7 +81,7 @@ def test_stop_strings_cut_alike_for_any_chunking(text, stop, sizes):
 
 
 @given(st.text(alphabet="abc", max_size=20), stops, st.lists(st.integers(0, 4), max_size=20))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(150))
 def test_what_is_shown_ends_before_the_first_complete_stop_string(text, stop, sizes):
     pieces, stream = chunks_of(text, stop, sizes)
     shown = "".join(pieces)

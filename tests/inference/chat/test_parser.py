@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from reef.inference.chat.formats import REASONING_FORMATS, TOOL_FORMATS, OutputFormat
 from reef.inference.chat.parser import OutputParser
 from reef.inference.chat.pieces import Answer, Kind, Piece, joined
+from tests.conftest import examples
 
 TOOLS = {
     "f": {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}}},
@@ -119,7 +120,7 @@ fragments = st.sampled_from(
     st.booleans(),
     st.lists(st.integers(0, 9), max_size=40),
 )
-@settings(max_examples=1500)
+@settings(max_examples=examples(500))
 def test_any_chunking_gives_the_same_pieces(name, text, reasoning, sizes):
     whole = parse(name, [text], reasoning=reasoning and name != "gpt-oss")
     assert parse(name, cut(text, sizes), reasoning=reasoning and name != "gpt-oss") == whole
@@ -133,7 +134,7 @@ def test_any_chunking_gives_the_same_pieces(name, text, reasoning, sizes):
     st.text(alphabet='<>{}[]"\\|/ \nabf', max_size=3),
     st.lists(st.integers(0, 9), max_size=60),
 )
-@settings(max_examples=800)
+@settings(max_examples=examples(300))
 def test_damaged_outputs_too(name, start, length, instead, sizes):
     text = WRITTEN[name]
     text = text[:start] + instead + text[start + length :]
@@ -141,7 +142,7 @@ def test_damaged_outputs_too(name, start, length, instead, sizes):
 
 
 @given(st.sampled_from(sorted(set(WRITTEN) - {"gpt-oss"})), st.lists(fragments, max_size=12).map("".join))
-@settings(max_examples=500)
+@settings(max_examples=examples(200))
 def test_nothing_that_is_not_white_space_or_a_marker_is_lost(name, text):
     """Every letter of the output is somewhere in what the client gets, but for those of markers and keys."""
     pieces, _ = parse(name, [text])

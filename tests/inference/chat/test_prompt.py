@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from reef.inference.chat.messages import Conversation, Message, Tool, ToolCall
 from reef.inference.chat.service import ChatService
 from reef.runtime.interfaces import Grammar, SamplingParams
+from tests.conftest import examples
 from tests.inference.chat.engines import FakeEngine
 from tests.inference.chat.templates import HARMONY, MARKERS, THINKING, with_template
 from tests.inference.chat.test_service import collect, request
@@ -76,7 +77,7 @@ def test_any_sampled_tokens_are_replayed(talk):
     """Special tokens, halves of characters, any end: the next prompt begins with the ids as they were."""
 
     @given(st.lists(st.integers(0, 49151), min_size=1, max_size=12), st.booleans())
-    @settings(max_examples=60)
+    @settings(max_examples=examples(40))
     def check(ids, ends):
         answered = [token_id for token_id in ids if token_id != 2]
         talk.engine.expect(ids=[*answered, 2] if ends or not answered else answered)

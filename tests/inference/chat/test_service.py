@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -120,12 +121,18 @@ def test_one_choice_that_fails_makes_the_whole_incomplete(chat, engine, run):
 
 
 def test_abort_from_another_task_ends_the_iteration_and_frees_the_engine(chat, engine, run):
-    engine.expect(delay=0.01, text="word " * 200)
+    engine.expect(gate=threading.Event(), text="word " * 200)
 
     async def leave():
+        async def abort():
+            while engine.at_gate < 2:
+                await asyncio.sleep(0.005)
+            stream.abort(Ending.CLIENT_LEFT)
+
         stream = await chat.start(request(n=2))
-        asyncio.get_running_loop().call_later(0.1, stream.abort, Ending.CLIENT_LEFT)
+        aborting = asyncio.create_task(abort())
         deltas = [delta async for delta in stream]
+        await aborting
         await stream.close()
         return deltas, stream
 
@@ -136,7 +143,7 @@ def test_abort_from_another_task_ends_the_iteration_and_frees_the_engine(chat, e
 
 
 def test_closing_early_aborts_in_the_engine(chat, engine, run):
-    engine.expect(delay=10)
+    engine.expect(delay=600)
 
     async def close():
         stream = await chat.start(request())

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-import asyncio
+import subprocess
+import sys
+import threading
 
 import pytest
 
@@ -18,20 +20,33 @@ def test_a_conversation_becomes_what_the_model_s_template_makes_of_it(tokenizer)
     assert tokenizer.encode_now(tokenizer.render(HELLO)) == expected
 
 
-def test_long_text_is_tokenized_on_a_thread_with_the_same_result(tokenizer, run):
+def test_long_text_is_tokenized_on_a_thread_with_the_same_result(tokenizer, run, monkeypatch):
     text = "The quick brown fox. " * 5000
 
-    async def ticking():
-        encoding = asyncio.create_task(tokenizer.encode(text))
-        turns = 0
-        while not encoding.done():
-            await asyncio.sleep(0.001)
-            turns += 1
-        return encoding.result(), turns
+    threads, real = [], tokenizer._encode
 
-    ids, turns = run(ticking())
-    assert ids == tokenizer.encode_now(text)
-    assert turns > 3  # the loop ran meanwhile
+    def noted(text: str) -> list[int]:
+        threads.append(threading.current_thread())
+        return real(text)
+
+    monkeypatch.setattr(tokenizer, "_encode", noted)
+    assert run(tokenizer.encode(text)) == real(text)
+    assert run(tokenizer.encode(text[:1000])) == real(text[:1000])
+    assert [thread is threading.main_thread() for thread in threads] == [False, True]
+
+
+def test_a_tokenizer_that_names_its_class_is_the_one_that_auto_finds_and_needs_no_torch(tokenizer, smollm2):
+    from transformers import AutoTokenizer
+
+    auto = ChatTokenizer(AutoTokenizer.from_pretrained(smollm2))
+    assert type(auto._tokenizer) is type(tokenizer._tokenizer)
+    text = "A reef, Ünïcode and <|im_end|>\n\t42"
+    assert auto.encode_now(text) == tokenizer.encode_now(text) and auto.render(HELLO) == tokenizer.render(HELLO)
+    code = (
+        "import sys; from reef.inference.chat.tokenizer import ChatTokenizer; ChatTokenizer.load(sys.argv[1]); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, smollm2], timeout=240).returncode == 0
 
 
 def test_a_template_that_refuses_names_the_field(tokenizer):

@@ -72,7 +72,7 @@ def asked(answer: bytes, request: GenerateRequest | None = None) -> tuple[list[T
             chunks = [chunk async for chunk in handler.generate(request or a_request())]
             return chunks, server.bodies
 
-    return asyncio.run(asyncio.wait_for(run(), 30))
+    return asyncio.run(asyncio.wait_for(run(), 200))
 
 
 def a_request(**changes) -> GenerateRequest:

@@ -12,11 +12,11 @@ import pytest
 from reef.errors import EngineError, WorkerDied
 from reef.inference.sglang.process import LeasedProcess
 
-ENGINE = "import os, sys, time; os.write(1, b'child %d\\n' % os.fork()); time.sleep(300)"
+ENGINE = "import os, sys, time; os.write(1, b'child %d\\n' % os.fork()); time.sleep(900)"
 """Forks, so that two processes live, and prints the child's id; the child prints 0."""
 
 STUBBORN = (
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(300)"
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(900)"
 )
 
 
@@ -25,7 +25,7 @@ def start(code: str, log: Path) -> LeasedProcess:
 
 
 def printed(log: Path, text: str) -> str:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 600
     while text not in (content := log.read_text() if log.exists() else ""):
         assert time.monotonic() < deadline, content
         time.sleep(0.02)
@@ -40,7 +40,7 @@ def children(log: Path) -> list[int]:
 
 
 def gone(pid: int) -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             os.kill(pid, 0)
@@ -73,7 +73,7 @@ def test_owner_that_is_killed_takes_everything_along(tmp_path) -> None:
             sys.executable,
             "-c",
             "import os, sys, time\nfrom pathlib import Path\nfrom reef.inference.sglang.process import LeasedProcess\n"
-            f"LeasedProcess('e', [sys.executable, '-c', {ENGINE!r}], os.environ, Path(sys.argv[1]))\ntime.sleep(300)",
+            f"LeasedProcess('e', [sys.executable, '-c', {ENGINE!r}], os.environ, Path(sys.argv[1]))\ntime.sleep(900)",
             str(tmp_path / "log"),
         ],
         start_new_session=True,
@@ -88,12 +88,12 @@ def test_owner_that_is_killed_takes_everything_along(tmp_path) -> None:
 def test_death_tells_the_code_and_the_end_of_the_log(tmp_path) -> None:
     process = start("print('no memory'); raise SystemExit(7)", tmp_path / "log")
     with pytest.raises(WorkerDied, match=r"engine-0 exited with code 7 \(.*log\); the end of its output:\nno memory"):
-        process.wait_until(lambda: False, 30)
+        process.wait_until(lambda: False, 200)
     process.stop()
 
 
 def test_waiting_is_bounded(tmp_path) -> None:
-    process = start("import time; time.sleep(300)", tmp_path / "log")
+    process = start("import time; time.sleep(900)", tmp_path / "log")
     with pytest.raises(EngineError, match=r"engine-0 was not ready within 0\.3 s"):
         process.wait_until(lambda: False, 0.3)
     process.stop()
