@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -284,6 +285,26 @@ def scenarios(gateway: tuple[int, int], number: int) -> dict:
     return found
 
 
+def soak(gateway: tuple[int, int], number: int) -> dict:
+    """Resident memory of the gateway, every two seconds, while it answers so many requests."""
+    samples: list[float] = []
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(measure, *gateway, "chat", 64, 3600.0, number)
+        while not running.done():
+            samples.append(resident(gateway[1]))
+            time.sleep(2)
+    found = running.result()
+    return {"requests": found["requests"], "per_second": found["per_second"], "mib": samples}
+
+
+def resident(pid: int) -> float:
+    """MiB; Linux only."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    raise OSError(f"process {pid} has no VmRSS")
+
+
 def fill(data: Path, number: int) -> None:
     """Put so many records into the stopped deployment's database, as copies of those it has."""
     import sqlite3
@@ -319,6 +340,11 @@ def show(results: dict) -> None:
         f"reports, 64 at a time: {report['per_second']:,.0f} a second, {report['cpu_ms']:.3f} ms of processor time each"
     )
     print(f"creating a scenario: p50 {scenario['p50_ms']:.1f} ms, p99 {scenario['p99_ms']:.1f} ms")
+    if (soaked := results["soak"])["requests"]:
+        mib = soaked["mib"]
+        places = {"begin": 0, "quarter": len(mib) // 4, "half": len(mib) // 2, "end": len(mib) - 1}
+        shown = ", ".join(f"{mib[place]:.0f} MiB at its {name}" for name, place in places.items())
+        print(f"{soaked['requests']:,} requests, {soaked['per_second']:,.0f} a second: {shown}")
     for number, ready in results["ready_seconds"].items():
         print(f"ready with {int(number):,} records: {ready:.2f} s after its start")
 
@@ -329,6 +355,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--reports", type=int, default=10_000)
     parser.add_argument("--records", type=int, default=1_000_000, help="in the database of the last start")
+    parser.add_argument("--soak", type=int, default=200_000, help="requests over which memory is watched")
     parser.add_argument("--directory", type=Path, default=None, help="on the file system to measure")
     parser.add_argument("--json", type=Path, default=None, help="write the results here, too")
     arguments = parser.parse_args()
@@ -342,6 +369,7 @@ def main() -> None:
                     "cases": compare((port, upstream.pid), gateway, arguments.seconds, arguments.rounds),
                     "reports": reports(gateway, arguments.reports),
                     "scenarios": scenarios(gateway, 200),
+                    "soak": soak(gateway, arguments.soak),
                     "rounds": arguments.rounds,
                     "load_average": os.getloadavg()[1],
                     "ready_seconds": {"0": ready},

@@ -23,15 +23,8 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.gateway import resident
 from benchmarks.load import Gateway, provider
-
-
-def resident(pid: int) -> float:
-    """MiB; Linux only."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) / 1024
-    raise OSError(f"process {pid} has no VmRSS")
 
 
 class Soak:
