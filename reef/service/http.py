@@ -44,9 +44,9 @@ class JoiningTransport:
         self._transport.close()
 
     def _flush(self) -> None:
-        if self._waiting:
-            data = b"".join(self._waiting)
-            self._waiting.clear()
+        data = b"".join(self._waiting)
+        self._waiting.clear()
+        if data and not self.is_closing():  # else the connection was lost in this very turn
             self._transport.write(data)
 
 
