@@ -67,9 +67,8 @@ class Grammar:
     """What the output must match, from its first token to its end token."""
 
     kind: str  # "json_schema", "json_object", "regex", "choice" or "lark"
-    value: (
-        str  # JSON text of the schema, the expression, a JSON list of strings, llguidance's Lark; "" with json_object
-    )
+    value: str
+    """JSON text of the schema, the expression, a JSON list of strings, or llguidance's Lark; "" with json_object."""
 
 
 @dataclass(slots=True, kw_only=True)

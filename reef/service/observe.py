@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import Counter, Histogram
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from reef.errors import ReefError
 from reef.metrics import REQUEST_SECONDS, REQUESTS
-from reef.service.failures import CLIENT_CLOSED_REQUEST, failure_response
+from reef.service.failures import CLIENT_CLOSED_REQUEST, on_unexpected
 from reef.service.request import random_name
 from reef.tracing import request_span
 
@@ -95,10 +95,10 @@ class Observer:
                 finally:
                     if span is not None:
                         self._describe(span, scope, seen, status)
-        except Exception:  # a bug; the client gets its 500, or an answer that the server breaks off
+        except Exception as error:  # a bug; the client gets its 500, or an answer that the server breaks off
             log.exception("%s %s", scope["method"], _path(scope))
             if status == CLIENT_CLOSED_REQUEST:
-                await failure_response(ReefError("internal error"), scope["path"], 500)(scope, receive, send_named)
+                await (await on_unexpected(Request(scope), error))(scope, receive, send_named)
         finally:
             self.in_flight -= 1
             self._count(scope, status, time.perf_counter() - seen.began)

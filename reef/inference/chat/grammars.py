@@ -25,8 +25,7 @@ class CallGrammars:
     def __init__(self, form: ToolFormat, special: Mapping[str, int]) -> None:
         self._form = form
         self._special = special
-        names = sorted(filter(None, special), key=len, reverse=True)
-        self._split = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
+        self._split = re.compile(f"({any_name(special)})")
 
     def forced(self, tools: Sequence[Tool], *, parallel: bool) -> tuple[str, Grammar]:
         """What to put behind the prompt so that a call of one of `tools` follows, and what the rest must match."""
@@ -84,6 +83,11 @@ class CallGrammars:
             parameter = _parameter(name, {**shared, **(inner if isinstance(inner, dict) else {})})
             found.append(f"({parameter}){'' if isinstance(required, list) and name in required else '?'}")
         return found
+
+
+def any_name(special: Iterable[str]) -> str:
+    """A regular expression of these names of tokens, the longest first; without any it matches nothing."""
+    return "|".join(map(re.escape, sorted(filter(None, special), key=len, reverse=True))) or "(?!)"
 
 
 def _object(tool: Tool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from reef.errors import InvalidRequest
-from reef.inference.chat.grammars import CallGrammars
+from reef.inference.chat.grammars import CallGrammars, any_name
 from reef.inference.chat.history import Known, SampledTurns, Turn, context_of
 from reef.inference.chat.messages import Conversation, Message, Tool
 from reef.inference.chat.tokenizer import ChatTokenizer
@@ -48,8 +48,7 @@ class PromptBuilder:
         self.tokenizer = tokenizer
         self._sampled = sampled
         special = {tokenizer.token_bytes(token_id).decode(): token_id for token_id in tokenizer.special_ids}
-        names = sorted(filter(None, special), key=len, reverse=True)
-        self.special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self.special = re.compile(any_name(special))
         form = tokenizer.format.tools
         self._calls = None if form is None else CallGrammars(form, special)
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from reef.directories import cache_directory
 from reef.errors import ConfigError
 
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
@@ -25,10 +25,9 @@ _STAMP = "reef-complete"
 
 def directory() -> Path:
     """Where the environment of this Python version and these requirements lies, built or not."""
-    cache = os.environ.get("REEF_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reef"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     digest = hashlib.sha256(version.encode() + REQUIREMENTS.read_bytes()).hexdigest()[:16]
-    return Path(cache) / "engines" / f"sglang-{digest}"
+    return cache_directory() / "engines" / f"sglang-{digest}"
 
 
 def interpreter() -> Path | None:
