@@ -60,11 +60,8 @@ class Watch:
 def reef(tiny_model: Path, tmp_path: Path) -> Iterator[Reef]:
     """With adapters; the deaths below are with full weights."""
     made = Reef(tiny_model, tmp_path, **{"training.mode": "lora", **COLOCATED})
-    made.start()
-    try:
+    with made.running():
         yield made
-    finally:
-        made.server.stop()
 
 
 def test_learning_on_shared_memory_while_clients_stream(reef: Reef):

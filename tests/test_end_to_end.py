@@ -93,6 +93,14 @@ class Reef:
     def report(self, receipt: str, score: float) -> None:
         self.http.post("/reef/report", json={"score": score, "references": [receipt]}).raise_for_status()
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.start()
+        try:
+            yield
+        finally:
+            self.server.stop()
+
     def lesson(self, meanwhile: Callable[[], None] = lambda: None) -> list[str]:
         """Four answers, `meanwhile`, and scores 0, 1, 0, 1; return the receipts."""
         receipts = [self.ask(seed=seed)[0] for seed in range(4)]
@@ -149,11 +157,8 @@ CASES = [("lora", "in_place"), ("full", "retract")]
 @contextmanager
 def serving(model: Path, directory: Path, case: tuple[str, str]) -> Iterator[Reef]:
     made = Reef(model, directory, **{"training.mode": case[0], "inference.pause-mode": case[1]})
-    made.start()
-    try:
+    with made.running():
         yield made
-    finally:
-        made.server.stop()
 
 
 @pytest.fixture(params=CASES, ids="-".join)

@@ -60,11 +60,8 @@ class FaultyReef(SGLangReef):
 @pytest.fixture
 def reef(engine_python, tiny_model, tmp_path) -> Iterator[FaultyReef]:
     made = FaultyReef(tiny_model, tmp_path, engine_python)
-    made.start()
-    try:
+    with made.running():
         yield made
-    finally:
-        made.server.stop()
 
 
 def test_a_barrier_that_fails_at_a_publication_and_at_the_start(reef: FaultyReef) -> None:

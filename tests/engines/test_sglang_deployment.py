@@ -53,11 +53,8 @@ class SGLangReef(Reef):
 @pytest.fixture(params=["lora", "full"])
 def reef(request, engine_python, tiny_model, tmp_path) -> Iterator[SGLangReef]:
     made = SGLangReef(tiny_model, tmp_path, **{"training.mode": request.param})
-    made.start()
-    try:
+    with made.running():
         yield made
-    finally:
-        made.server.stop()
 
 
 def test_learn_publish_roll_back_and_replace_a_dead_engine(reef: SGLangReef) -> None:

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from reef.inference.chat.tokenizer import ChatTokenizer
+from tests.models import save_random_llama
 
 CALLS, CALL, SEP, END, ENDS = (
     f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
@@ -203,23 +204,15 @@ def end_of(name: str) -> int:
 
 def save_model(name: str, directory: Path) -> Path:
     """A random Llama of two layers with the family's tokenizer and template."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    save_random_llama(
+        directory,
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=end_of(name),
-        initializer_range=0.3,
     )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(directory)
     _inner(FAMILIES[name]).save_pretrained(directory)
     return directory
