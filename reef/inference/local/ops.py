@@ -16,6 +16,9 @@ from reef.inference.local.attention import AttentionPlan, attend
 Linear = Callable[[Tensor], Tensor]
 """[T, input] -> [T, output]"""
 
+_ONEDNN_BFLOAT16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+"""Not without AVX-512 or AVX-NE-CONVERT; torch's own product does it there."""
+
 
 class Ops:
     """Plain torch."""
@@ -25,7 +28,7 @@ class Ops:
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """y = x W^T + b with `weight` [output, input] in whatever layout is fast here."""
-        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
+        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _ONEDNN_BFLOAT16:
             # oneDNN's own layout is about twice as fast for few tokens.
             packed = torch.ops.mkldnn._reorder_linear_weight(weight)
             return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
