@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from reef.errors import StorageError
 from reef.records import chain, rows, schema
 from reef.records.codec import Encoded
-from reef.records.sql import Connection, Database
+from reef.records.sql import Connection, Database, insert
 from reef.records.store import SqlStorage
 from reef.records.writer import GroupWriter, Outcome, Waiting
 from reef.runtime.interfaces import RecordKind
@@ -185,8 +185,8 @@ def append_new(connection: Connection, given: Sequence[Encoded]) -> int | None:
     last: int = cursor.lastrowid
     if cursor.rowcount != len(given):
         return None
-    for sequence, encoded in enumerate(given, last - len(given) + 1):
-        if encoded.kind is RecordKind.REPORT:
-            connection.execute("INSERT INTO pending VALUES (?, ?)", (encoded.record.scenario, sequence))
+    numbered = enumerate(given, last - len(given) + 1)
+    reports = [(one.record.scenario, sequence) for sequence, one in numbered if one.kind is RecordKind.REPORT]
+    insert(connection, "INSERT INTO pending", reports)
     chain.add_counts(connection, counted)
     return last

@@ -106,7 +106,7 @@ class GatewayServer(uvicorn.Server):
             )
         )
         self.gateway: Gateway = app.state.gateway
-        self._listening = _bind(config.host, config.port)
+        self._listening = _bind(config.host, config.port, share=config.share_port)
         self._on_ready = on_ready
 
     @property
@@ -204,13 +204,15 @@ def ready_line(gateway: Gateway, url: str) -> str:
     )
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, *, share: bool) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             listening.bind(address)
         except OSError:

@@ -58,6 +58,10 @@ class ServiceConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
 
     host: Annotated[str, Meta(description="address to listen on; other than loopback needs tokens")] = "127.0.0.1"
     port: Annotated[int, Meta(description="TCP port; 0 lets the system choose", ge=0, le=65535)] = 8900
+    share_port: Annotated[
+        bool,
+        Meta(description="other gateways on this database may listen on the same port; the system spreads connections"),
+    ] = False
     data_dir: Annotated[str, Meta(description="directory for records, releases and markers", min_length=1)] = (
         ".reef/data"
     )
