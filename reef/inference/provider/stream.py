@@ -18,13 +18,11 @@ import msgspec
 from reef.errors import InvalidRequest
 
 _HINT = re.compile(
-    rb'"finish_reason"\s*:\s*"|"error"\s*:\s*[{"]|^data:\s*\[DONE\]'
-    rb'|"type"\s*:\s*"(?:message_delta|message_stop|error|response\.(?:completed|incomplete|failed))"',
-    re.MULTILINE,
+    rb'"(?:finish_reason"\s*:\s*"|error"\s*:\s*[{"]'
+    rb'|type"\s*:\s*"(?:message_delta|message_stop|error|response\.(?:completed|incomplete|failed))")'
 )
-"""Whether an event may be a last or terminal one. JSON escapes quotes and newlines, so that no text looks like it."""
+"""With `[DONE]`: whether an event may be a last or terminal one. JSON escapes quotes, so that no text looks like it."""
 _BOUNDARY = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")
-_DATA = re.compile(rb"^data: ?(.*?)\r?$", re.MULTILINE)
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _RESPONSE_ENDS = ("response.completed", "response.incomplete", "response.failed")
 
@@ -45,15 +43,12 @@ class EventStream:
     def feed(self, data: bytes) -> bytes:
         """What may be sent of it, and of what was held, now."""
         data = self._partial + data
-        end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3)
-        if end < 3:
-            self._partial = data
-            return b""
+        end = _boundary(data, len(data))
         self._partial = data[end:]
-        whole = data[:end]
-        if not self._held and _HINT.search(whole) is None:
-            return whole
-        return b"".join(self._pass(event) for event in _BOUNDARY.split(whole) if event)
+        begin = 0 if self._held else _boundary(data, _hint(data, end))
+        if begin == end:
+            return data[:end]
+        return data[:begin] + b"".join([self._pass(event) for event in _BOUNDARY.split(data[begin:end]) if event])
 
     def finish(self, receipt: str | None) -> bytes:
         """What was held, the last regular event with the receipt if any; also what came of one that never ended."""
@@ -79,13 +74,14 @@ class EventStream:
 
     def _look(self, event: bytes) -> tuple[bool, bool]:
         """Whether this is a regular event, and whether it may be the last one of these. Notes how the stream ends."""
-        found = _DATA.search(event)
-        if found is None:
+        begin, end = _data(event)
+        if begin == end:
             return False, False
-        if found[1].strip() == b"[DONE]":
+        text = event[begin:end]
+        if text.strip() == b"[DONE]":
             self.ended = True
             return False, False
-        content = _content(found[1])
+        content = _content(text)
         kind = content.get("type")
         if content.get("error") or kind in ("error", "response.failed"):
             self._failed = True
@@ -94,6 +90,30 @@ class EventStream:
             return kind not in ("ping", "message_stop"), kind == "message_delta" or kind in _RESPONSE_ENDS
         choices = content.get("choices") or []
         return bool(choices), any(isinstance(one, dict) and one.get("finish_reason") for one in choices)
+
+
+def _boundary(data: bytes, before: int) -> int:
+    """Where the last whole event that ends there or earlier ends; 0 if there is none."""
+    end = max(data.rfind(b"\n\n", 0, before) + 2, data.rfind(b"\n\r\n", 0, before) + 3)
+    return end if end > 2 else 0
+
+
+def _hint(data: bytes, end: int) -> int:
+    """The first place before `end` where an event may be a last or terminal one; `end` if there is none."""
+    done = data.find(b"[DONE]", 0, end)
+    found = _HINT.search(data, 0, end)
+    return min(done if done >= 0 else end, found.start() if found is not None else end)
+
+
+def _data(event: bytes) -> tuple[int, int]:
+    """Where the text of the event's first line of data begins and ends; both 0 if it has none."""
+    begin = 0 if event.startswith(b"data:") else event.find(b"\ndata:") + 1
+    if begin == 0 and not event.startswith(b"data:"):
+        return 0, 0
+    begin += len(b"data: ") if event[begin + 5 : begin + 6] == b" " else len(b"data:")
+    end = event.find(b"\n", begin)
+    end = end if end >= 0 else len(event)
+    return begin, end - (event[end - 1 : end] == b"\r")
 
 
 def _content(data: bytes) -> dict[str, Any]:
@@ -117,16 +137,16 @@ def _loads(data: bytes) -> Any:
 
 def _with_receipt(event: bytes, receipt: str) -> bytes:
     """The event as it was, but for one more key in its object; in the response itself where the event has one."""
-    found = _DATA.search(event)
-    if found is None or not (content := _content(found[1])):
+    begin, end = _data(event)
+    if not (content := _content(event[begin:end])):
         return event
     where = content["response"] if isinstance(content.get("response"), dict) else content
     if where is content and "reef" not in content:  # by far the most: every byte stays
-        end = found.start(1) + len(found[1].rstrip()) - 1
+        end = begin + len(event[begin:end].rstrip()) - 1
         addition = b',"reef":{"agent_record_id":"' + receipt.encode() + b'"}'
         return event[:end] + addition + event[end:]
     where["reef"] = {"agent_record_id": receipt}
-    return event[: found.start(1)] + json.dumps(content, separators=(",", ":")).encode() + event[found.end(1) :]
+    return event[:begin] + json.dumps(content, separators=(",", ":")).encode() + event[end:]
 
 
 def read_object(body: bytes) -> dict[str, msgspec.Raw]:
