@@ -9,6 +9,7 @@ from anthropic.types import message_count_tokens_params, message_create_params
 from openai.types import completion_create_params
 from openai.types.chat import (
     chat_completion_assistant_message_param,
+    chat_completion_function_message_param,
     chat_completion_tool_message_param,
     chat_completion_user_message_param,
 )
@@ -21,13 +22,15 @@ from openai.types.responses import (
     response_reasoning_item_param,
 )
 
-from reef.service.wire import chat, completions, messages, responses
+from reef.service.wire import chat, completions, messages, openai, responses
 
 PAIRS = [
     (chat_params.CompletionCreateParamsStreaming, chat.ChatBody),
     (chat_completion_assistant_message_param.ChatCompletionAssistantMessageParam, chat.AssistantTurn),
     (chat_completion_user_message_param.ChatCompletionUserMessageParam, chat.UserTurn),
     (chat_completion_tool_message_param.ChatCompletionToolMessageParam, chat.ToolTurn),
+    (chat_completion_function_message_param.ChatCompletionFunctionMessageParam, chat.FunctionTurn),
+    (chat_params.Function, openai.FunctionBody),
     (completion_create_params.CompletionCreateParamsStreaming, completions.CompletionBody),
     (response_create_params.ResponseCreateParamsStreaming, responses.ResponsesBody),
     (function_tool_param.FunctionToolParam, responses.FunctionTool),

@@ -90,12 +90,12 @@ def top_p(value: float | None) -> float:
     return 1.0 if value is None else max(value, 1e-6)
 
 
-def refuse(body: Struct, allowed: Mapping[str, tuple[Any, ...]]) -> None:
+def refuse(body: Struct, allowed: Mapping[str, tuple[Any, ...]], within: str = "") -> None:
     """Raises InvalidRequest naming the first field that says more than it may."""
     for field, silent in allowed.items():
         value = getattr(body, field)
         if value is not None and value not in silent:
-            raise InvalidRequest(f"{field} cannot be honoured by this deployment", field)
+            raise InvalidRequest(f"{field} cannot be honoured by this deployment", within + field)
 
 
 # ---------------------------------------------------------------------------------------------- answers
