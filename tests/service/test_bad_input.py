@@ -247,7 +247,7 @@ def test_a_body_at_the_limit_is_read(serve):
 
 
 def test_unknown_routes_and_methods_have_the_shape_too(gateway):
-    missing, wrong = gateway.http.get("/v1/nothing"), gateway.http.get("/v1/chat/completions")
+    missing, wrong = gateway.http.get("/v1/nothing"), gateway.http.get("/v1/completions")
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert "error" in wrong.json()
