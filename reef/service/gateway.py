@@ -24,6 +24,7 @@ from reef.service.deployment import Deployment
 from reef.service.recall import Recall
 from reef.service.redaction import Redaction
 from reef.service.request import EVERYTHING, RECORD_HEADER, SCENARIO_HEADER, RequestHead, read_body, read_head
+from reef.service.stored import StoredAnswers
 from reef.service.wire.base import check_nesting
 
 CUT_SECONDS = 2.0
@@ -57,7 +58,12 @@ class Gateway:
     @cached_property
     def recall(self) -> Recall:
         """What the store knows of earlier answers."""
-        return Recall(self.deployment.storage, self.deployment.chat, self.started_at)
+        return Recall(self.stored, self.deployment.storage, self.deployment.chat, self.started_at)
+
+    @cached_property
+    def stored(self) -> StoredAnswers:
+        """The answers that clients may have again."""
+        return StoredAnswers(self.deployment.storage)
 
     def remember(self, scenario: str, receipt: str) -> None:
         """An answer was stored: a report on it soon need not look for it."""

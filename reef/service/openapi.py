@@ -14,13 +14,16 @@ from starlette.routing import Route
 from reef import __version__
 from reef.service import routes_learning, routes_scenarios
 from reef.service.request import NAME, RECORD_HEADER, RECORD_SWITCH, SCENARIO_HEADER, TRAIN_SWITCH
-from reef.service.wire import chat, completions, messages, responses
+from reef.service.wire import chat, completions, messages, openai, responses, stored_chat, stored_responses
 
 _SCENARIO = "/reef/scenarios"
 BODIES: dict[str, Any] = {
     "/v1/chat/completions": chat.ChatBody,
+    "/v1/chat/completions/{completion_id}": stored_chat.MetadataBody,
     "/v1/completions": completions.CompletionBody,
     "/v1/responses": responses.ResponsesBody,
+    "/v1/responses/input_tokens": responses.InputTokensBody,
+    "/v1/responses/{response_id}/cancel": routes_scenarios.NoBody,
     "/v1/messages": messages.MessagesBody,
     "/v1/messages/count_tokens": messages.CountBody,
     "/reef/report": routes_learning.ReportBody,
@@ -32,6 +35,10 @@ BODIES: dict[str, Any] = {
 }
 """Of the routes that are posted to."""
 QUERIES: dict[str, Any] = {
+    "/v1/chat/completions": stored_chat.CompletionsQuery,
+    "/v1/chat/completions/{completion_id}/messages": openai.PageQuery,
+    "/v1/responses/{response_id}": stored_responses.ResponseQuery,
+    "/v1/responses/{response_id}/input_items": stored_responses.ItemsQuery,
     f"{_SCENARIO}/{{scenario}}/releases": routes_scenarios.ChainQuery,
     f"{_SCENARIO}/{{scenario}}/commits": routes_scenarios.ChainQuery,
     f"{_SCENARIO}/{{scenario}}/records": routes_scenarios.RecordQuery,
@@ -117,10 +124,14 @@ def _parameters(method: str, path: str, schema_of: dict[int, Any], components: d
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"{(\w+)}", path)
     ]
-    if path in QUERIES:
+    if method == "GET" and path in QUERIES:
         query = components[schema_of[id(QUERIES[path])]["$ref"].rpartition("/")[2]]
-        found += [{"name": name, "in": "query", "schema": schema} for name, schema in query["properties"].items()]
-    if path.startswith("/v1/responses") or (method == "POST" and not path.startswith(_SCENARIO)):
+        for name, schema in query["properties"].items():
+            style = {"style": "deepObject", "explode": True} if name == "metadata" else {}
+            found.append({"name": name, "in": "query", "schema": schema, **style})
+    if path.startswith(("/v1/responses", "/v1/chat/completions")) or (
+        method == "POST" and not path.startswith(_SCENARIO)
+    ):
         found += [{"name": name, "in": "header", "schema": schema} for name, schema in _HEADERS.items()]
     return found
 

@@ -1,4 +1,4 @@
-"""What a request says besides its body: scenario, tags, ids; and reading the body within its limit."""
+"""What a request says besides its body: scenario, tags, ids, its query; and reading the body within its limit."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import os
 import re
 import time
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from reef.errors import InvalidRequest, RequestTooLarge, TooSlow
 from reef.service.config import Permissions
+from reef.service.wire.base import locate
+
+Query = TypeVar("Query")
 
 RECORD_SWITCH = "x-reef-record"
 TRAIN_SWITCH = "x-reef-train"
@@ -100,6 +105,23 @@ def _tag_value(value: bytes, header: str) -> str:
         return value.decode()
     except UnicodeDecodeError:
         return value.decode("latin-1")
+
+
+def read_query(request: Request, kind: type[Query]) -> Query:
+    """The query, validated; `a[b]=c` is a mapping in the field a. Raises InvalidRequest naming the field."""
+    given: dict[str, Any] = {}
+    for name, value in request.query_params.items():
+        outer, bracket, key = name.partition("[")
+        if bracket and key.endswith("]"):
+            inner = given.get(outer)
+            given[outer] = {**(inner if isinstance(inner, dict) else {}), key[:-1]: value}
+        else:
+            given[name] = value
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        message, field = locate(str(error))
+        raise InvalidRequest(message, field) from error
 
 
 async def read_body(request: Request, limit: int, seconds: float) -> bytes:

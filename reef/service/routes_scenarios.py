@@ -25,10 +25,9 @@ from reef.runtime.interfaces import (
 from reef.scenario.scenario import Scenario
 from reef.service.auth import Caller
 from reef.service.gateway import Gateway
-from reef.service.request import NAME, checked_name
-from reef.service.wire.base import decode_body, locate
+from reef.service.request import NAME, checked_name, read_query
+from reef.service.wire.base import decode_body
 
-Query = TypeVar("Query", bound=Struct)
 Body = TypeVar("Body")
 
 MAX_PAGE = 1000
@@ -106,7 +105,7 @@ async def contract(request: Request) -> Response:
 
 async def releases(request: Request) -> Response:
     """`GET /reef/scenarios/{scenario}/releases`, newest first."""
-    scenario, query = await _scenario(request), _query(request, ChainQuery)
+    scenario, query = await _scenario(request), read_query(request, ChainQuery)
     found = await Gateway.of(request).deployment.storage.releases(scenario.name, query.limit)
     head = scenario.head.release_id
     return _json({"scenario": scenario.name, "head": head, "releases": [_release(release) for release in found]})
@@ -114,14 +113,14 @@ async def releases(request: Request) -> Response:
 
 async def commits(request: Request) -> Response:
     """`GET /reef/scenarios/{scenario}/commits`, newest first."""
-    scenario, query = await _scenario(request), _query(request, ChainQuery)
+    scenario, query = await _scenario(request), read_query(request, ChainQuery)
     found = await Gateway.of(request).deployment.storage.commits(scenario.name, query.limit)
     return _json({"scenario": scenario.name, "commits": [_commit(commit) for commit in found]})
 
 
 async def records(request: Request) -> Response:
     """`GET /reef/scenarios/{scenario}/records`: a page in order; `next_after` continues it, null at the end."""
-    scenario, query = await _scenario(request), _query(request, RecordQuery)
+    scenario, query = await _scenario(request), read_query(request, RecordQuery)
     storage = Gateway.of(request).deployment.storage
     found = await storage.page(
         scenario.name, kind=query.kind, after=query.after, since=query.since, until=query.until, limit=query.limit
@@ -165,14 +164,6 @@ async def _scenario(request: Request) -> Scenario:
 
 async def _body(request: Request, decoder: msgspec.json.Decoder[Body]) -> Body:
     return decode_body(decoder, await Gateway.of(request).body(request) or b"{}")
-
-
-def _query(request: Request, kind: type[Query]) -> Query:
-    try:
-        return msgspec.convert(dict(request.query_params), kind, strict=False)
-    except msgspec.ValidationError as error:
-        message, field = locate(str(error))
-        raise InvalidRequest(message, field) from error
 
 
 def _json(content: Any, status: int = 200) -> Response:

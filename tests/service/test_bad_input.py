@@ -88,7 +88,13 @@ def refused(gateway, response: httpx.Response, field: str | None, status: int = 
         ({"tool_choice": {"type": "custom", "custom": {"name": "g"}}, "tools": [FUNCTION]}, "tool_choice"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"functions": [{"name": "f"}], "tools": [FUNCTION]}, "functions"),
+        ({"functions": [{"name": "f"}], "tool_choice": "auto"}, "functions"),
+        ({"functions": [{"name": "f"}, {"name": "f"}]}, "functions"),
+        ({"functions": [{"name": "f g"}]}, "functions[0].name"),
+        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call"),
+        ({"function_call": {"name": "g"}}, "function_call"),
+        ({"function_call": "required"}, "function_call"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "alloy"}}, "audio"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
@@ -106,6 +112,7 @@ def test_a_bad_field_is_named(gateway, changes, field):
         {"tools": None},
         {"tools": []},
         {"tool_choice": "none"},
+        {"functions": [], "function_call": "none"},
         {"response_format": {"type": "text"}},
         {"modalities": ["text"]},
         {"stop": None, "seed": None, "n": None, "stream": None, "temperature": None, "logit_bias": None},
@@ -240,7 +247,7 @@ def test_a_body_at_the_limit_is_read(serve):
 
 
 def test_unknown_routes_and_methods_have_the_shape_too(gateway):
-    missing, wrong = gateway.http.get("/v1/nothing"), gateway.http.get("/v1/chat/completions")
+    missing, wrong = gateway.http.get("/v1/nothing"), gateway.http.get("/v1/completions")
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert "error" in wrong.json()

@@ -24,10 +24,12 @@ from reef.service.app import create_app
 from reef.service.config import ServiceConfig
 from reef.service.openapi import ANSWERS, BODIES, describe, openapi_route
 from reef.service.redaction import Redaction
+from reef.service.routes_inference import _METADATA
 from reef.service.routes_learning import _INSTRUCTION, _REPORT
 from reef.service.routes_scenarios import _NEW_SCENARIO, _PROMOTE, _ROLLBACK
 from reef.service.wire.base import check_nesting, decode_body
 from reef.service.wire.messages import parse_count
+from reef.service.wire.responses import parse_count as parse_input_tokens
 from tests.conftest import FUZZ, examples
 from tests.service.conftest import body
 from tests.service.test_hostile import APIS, VALID
@@ -124,6 +126,7 @@ NASTY = [
 CORPUS = [
     *(json.dumps(content).encode() for content in VALID.values()),
     b'{"references":["a"],"score":1,"feedback":{"a":[1]},"metadata":{"group":"g","group_size":2,"choice":0},"error":null}',
+    b'{"metadata":{"a":"b"}}',
     b'{"name":"a","release_id":"b","job_id":"c","agent_record_id":"d"}',
     b'data: {"id":"x","choices":[{"index":0,"delta":{"content":"a"}}]}\n\ndata: [DONE]\n\n',
 ]
@@ -150,11 +153,12 @@ def mutations(seed: str, count: int) -> Iterator[bytes]:
 PARSERS = {
     **{api.route: api.parse for api in APIS},
     "count": parse_count,
+    "input tokens": parse_input_tokens,
     **{
         name: lambda content, decoder=decoder: decode_body(decoder, content)
         for name, decoder in {
             "report": _REPORT, "train": _INSTRUCTION, "scenario": _NEW_SCENARIO, "rollback": _ROLLBACK,
-            "promote": _PROMOTE,
+            "promote": _PROMOTE, "metadata": _METADATA,
         }.items()
     },
 }  # fmt: skip

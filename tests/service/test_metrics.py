@@ -54,7 +54,7 @@ def test_requests_tokens_latency_and_storage_after_known_traffic(gateway):
         report = {"references": receipts[:1], "score": 1}
         assert gateway.http.post("/reef/report", json=report, headers=headers).status_code == 200
         assert gateway.http.get("/nowhere/at/all").status_code == 404
-        assert gateway.http.get(CHAT).status_code == 405
+        assert gateway.http.put(CHAT).status_code == 405
     records = gateway.records("counted", kind="inference")
     [generation] = {str(record["generations"]): record["generations"][0] for record in records}.values()
     prompt, output = len(generation["prompt_ids"]), len(generation["output_ids"])

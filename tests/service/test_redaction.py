@@ -154,6 +154,16 @@ def test_a_secret_in_any_field_of_any_route_is_found_nowhere(gateway, deployment
         assert secret not in kept and secret not in log
 
 
+def test_a_stored_completion_that_was_redacted_is_not_found_and_metadata_that_would_be_is_refused(gateway):
+    receipts = [gateway.chat(store=True, user=user).headers["x-reef-agent-record-id"] for user in ("u", SECRET)]
+    kept, redacted = (f"/v1/chat/completions/chatcmpl-{receipt}" for receipt in receipts)
+    assert gateway.http.get(redacted).status_code == 404
+    assert [found["id"] for found in gateway.http.get("/v1/chat/completions").json()["data"]] == [kept[21:]]
+    answer = gateway.http.post(kept, json={"metadata": {"a": SECRET}})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "metadata" and SECRET not in answer.text
+    assert gateway.http.post(kept, json={"metadata": {"a": "b"}}).json()["metadata"] == {"a": "b"}
+
+
 def test_a_real_deployment_redacts_what_it_stores_and_trains_none_of_it(tiny_model, tmp_path):
     with serving(tmp_path, tiny_model, **{"reef.redact": HOOK}) as gateway:
         asked = {"model": "m", "prompt": f"I say {SECRET} now", "echo": True, "max_tokens": 3}

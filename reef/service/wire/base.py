@@ -45,6 +45,7 @@ class ChatCall:
     include_usage: bool = False
     logprobs: bool = False
     call_prefix: str = "call_"  # of the ids of tool calls
+    functions: bool = False  # a call is shown as the deprecated `function_call`
     echo: bool = False  # the answer begins with its prompt
     recorded: bool = True  # False: the answer names no receipt, for there is none
 

@@ -33,6 +33,8 @@ from reef.service.wire.openai import (
     usage,
 )
 
+ID_PREFIX = "chatcmpl-"
+
 # ---------------------------------------------------------------------------------------------- requests
 
 
@@ -86,15 +88,25 @@ class ToolTurn(Struct, tag_field="role", tag="tool", forbid_unknown_fields=True)
     name: str | None = None
 
 
+class FunctionTurn(Struct, tag_field="role", tag="function", forbid_unknown_fields=True):
+    """The result of a `function_call`; deprecated."""
+
+    content: Content | None
+    name: str
+
+
 class AssistantTurn(Struct, tag_field="role", tag="assistant", forbid_unknown_fields=True):
     content: Content | None = None
     name: str | None = None
     refusal: str | None = None
     tool_calls: list[Call] | None = None
+    function_call: Function | None = None  # deprecated
     reasoning_content: str | None = None
-    annotations: Any = None  # these three come back from clients that send our answer as they got it
+    annotations: Any = None  # these two come back from clients that send our answer as they got it
     audio: Any = None
-    function_call: Any = None
+
+
+AnyTurn = SystemTurn | DeveloperTurn | UserTurn | AssistantTurn | ToolTurn | FunctionTurn
 
 
 class ToolBody(Struct, forbid_unknown_fields=True):
@@ -140,7 +152,7 @@ class ChatBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     """The request body; null means absent everywhere."""
 
     model: ModelName
-    messages: Annotated[list[SystemTurn | DeveloperTurn | UserTurn | AssistantTurn | ToolTurn], Meta(min_length=1)]
+    messages: Annotated[list[AnyTurn], Meta(min_length=1)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -150,6 +162,8 @@ class ChatBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choose | None = None
     parallel_tool_calls: bool | None = None
+    functions: Annotated[list[FunctionBody], Meta(max_length=MAX_TOOLS)] | None = None  # deprecated, as is the next
+    function_call: Literal["none", "auto"] | Named | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: Annotated[str, Meta(min_length=1, max_length=32)] | None = None
     # accepted, without effect on the answer
@@ -163,8 +177,6 @@ class ChatBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None
     prediction: Any = None
     # refused unless they say nothing
-    functions: Any = None
-    function_call: Any = None
     modalities: Any = None
     moderation: Any = None
     audio: Any = None
@@ -173,8 +185,6 @@ class ChatBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
 
 
 _SAYS_NOTHING: dict[str, tuple[Any, ...]] = {
-    "functions": ([],),
-    "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "moderation": (),
     "audio": (),
@@ -197,20 +207,22 @@ def parse_chat(body: bytes) -> ChatCall:
         limit, limit_field = chat.max_tokens, "max_tokens"
     elif chat.max_tokens not in (None, limit):
         raise InvalidRequest("max_tokens and max_completion_tokens differ; send one", "max_tokens")
+    tools_field = "functions" if chat.functions else "tools"
     return ChatCall(
         conversation=_conversation(chat),
         sampling=chat.sampling(chat.top_logprobs or 0),
         max_tokens=limit,
-        fields={"max_tokens": limit_field, "grammar": "response_format" if chat.response_format else "tools"},
+        fields={"max_tokens": limit_field, "grammar": "response_format" if chat.response_format else tools_field},
         n=chat.n or 1,
         stream=bool(chat.stream),
         include_usage=bool(chat.stream_options and chat.stream_options.include_usage),
         logprobs=bool(chat.logprobs),
+        functions=bool(chat.functions),
     )
 
 
 def _conversation(chat: ChatBody) -> Conversation:
-    messages = [_message(turn, f"messages[{index}]") for index, turn in enumerate(chat.messages)]
+    messages = [_message(turn, f"messages[{index}]", index) for index, turn in enumerate(chat.messages)]
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(chat.tools or ())]
     last = messages[-1]
     conversation = Conversation(
@@ -221,8 +233,31 @@ def _conversation(chat: ChatBody) -> Conversation:
         effort=chat.reasoning_effort,
         prefill=last.role == "assistant" and bool(last.content) and not last.tool_calls,
     )
+    if chat.functions or isinstance(chat.function_call, Named):
+        return _with_functions(conversation, chat)
     conversation = _chosen(conversation, chat.tool_choice)
     check_choice(conversation)
+    return conversation
+
+
+def _with_functions(conversation: Conversation, chat: ChatBody) -> Conversation:
+    """Functions are tools of which one at most is called."""
+    if chat.tools or chat.tool_choice is not None:
+        raise InvalidRequest("send tools and tool_choice instead of functions and function_call, not both", "functions")
+    choose = chat.function_call
+    named = choose.name if isinstance(choose, Named) else None
+    conversation = replace(
+        conversation,
+        tools=[function.tool() for function in chat.functions or ()],
+        tool_choice=choose if isinstance(choose, str) else "required" if named else "auto",
+        tool_name=named,
+        parallel_calls=False,
+    )
+    try:
+        check_choice(conversation)
+    except InvalidRequest as error:
+        error.field = "functions" if error.field == "tools" else "function_call"
+        raise
     return conversation
 
 
@@ -258,21 +293,30 @@ def _grammar(form: ResponseFormat | None) -> Grammar | None:
     return schema_grammar(form.json_schema.schema or {})
 
 
-def _message(turn: Turn | AssistantTurn | ToolTurn, field: str) -> Message:
+def _message(turn: AnyTurn, field: str, index: int) -> Message:
+    """`index` of the turn names the call of a function: such calls have no ids, and the next turn has the result."""
     if isinstance(turn, AssistantTurn):
-        for name in ("audio", "function_call"):
-            if getattr(turn, name) is not None:
-                raise InvalidRequest(f"{name} cannot be honoured by this deployment", f"{field}.{name}")
-        if turn.content is None and not turn.tool_calls and turn.refusal is None:
+        refuse(turn, {"audio": ()}, f"{field}.")
+        if turn.content is None and not turn.tool_calls and turn.function_call is None and turn.refusal is None:
             raise InvalidRequest("an assistant turn needs content or tool_calls", f"{field}.content")
+        if turn.tool_calls and turn.function_call is not None:
+            raise InvalidRequest(
+                "an assistant turn has tool_calls or function_call, not both", f"{field}.function_call"
+            )
         content = turn.refusal if turn.content is None else turn.content
+        calls = [_call(call, f"{field}.tool_calls") for call in turn.tool_calls or ()]
+        if turn.function_call is not None:
+            calls = [ToolCall(f"call_{index}", turn.function_call.name, turn.function_call.arguments)]
         return Message(
             role="assistant",
             content=_text(content or "", f"{field}.content"),
             reasoning=turn.reasoning_content or "",
-            tool_calls=tuple(_call(call, f"{field}.tool_calls") for call in turn.tool_calls or ()),
+            tool_calls=tuple(calls),
             name=turn.name,
         )
+    if isinstance(turn, FunctionTurn):
+        text = _text(turn.content or "", f"{field}.content")
+        return Message(role="tool", content=text, tool_call_id=f"call_{index - 1}", name=turn.name)
     text = _text(turn.content, f"{field}.content")
     if isinstance(turn, ToolTurn):
         return Message(role="tool", content=text, tool_call_id=turn.tool_call_id, name=turn.name)
@@ -318,6 +362,7 @@ class Answer(Struct, omit_defaults=True):
     refusal: None
     reasoning_content: str | None = None
     tool_calls: list[WholeCall] | None = None
+    function_call: Function | None = None
 
 
 class WholeChoice(Struct):
@@ -354,6 +399,7 @@ class Piece(Struct, omit_defaults=True):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[CallPiece] | None = None
+    function_call: FunctionPiece | None = None
 
 
 class ChunkChoice(Struct):
@@ -385,15 +431,15 @@ class ChatWriter(Writer):
         written = [
             WholeChoice(
                 index=choice.index,
-                message=_answer(choice),
+                message=self._answer(choice),
                 logprobs=self._logprobs([token for delta in own for token in delta.tokens]),
-                finish_reason=_finish_reason(choice),
+                finish_reason=self._finish_reason(choice),
             )
             for choice, own in zip(choices, deltas, strict=True)
         ]
         named = receipt(self.call, self.record_id)
         return ENCODER.encode(
-            Completion(f"chatcmpl-{self.record_id}", self.created, self.model, written, usage(choices), named)
+            Completion(f"{ID_PREFIX}{self.record_id}", self.created, self.model, written, usage(choices), named)
         )
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
@@ -412,10 +458,10 @@ class ChatWriter(Writer):
         return b"".join(parts)
 
     def ended(self, delta: Delta, choice: Choice) -> bytes:
-        return self._chunk([ChunkChoice(delta.index, Piece(), finish_reason=_finish_reason(choice))])
+        return self._chunk([ChunkChoice(delta.index, Piece(), finish_reason=self._finish_reason(choice))])
 
     def closing(self, delta: Delta, choices: Sequence[Choice]) -> bytes:
-        last = ChunkChoice(delta.index, Piece(), finish_reason=_finish_reason(choices[delta.index]))
+        last = ChunkChoice(delta.index, Piece(), finish_reason=self._finish_reason(choices[delta.index]))
         used = self._chunk([], used=usage(choices)) if self.call.include_usage else b""
         return self._chunk([last], reef=receipt(self.call, self.record_id)) + used + b"data: [DONE]\n\n"
 
@@ -430,28 +476,37 @@ class ChatWriter(Writer):
         if kind is Kind.CALL:
             number = self._calls[index]
             self._calls[index] += 1
+            if self.call.functions:
+                return Piece(function_call=FunctionPiece("", text))
             call_id = self._choices[index].answer.call_id(number)
             return Piece(tool_calls=[CallPiece(number, FunctionPiece("", text), call_id, "function")])
+        if self.call.functions:
+            return Piece(function_call=FunctionPiece(text))
         return Piece(tool_calls=[CallPiece(self._calls[index] - 1, FunctionPiece(text))])
+
+    def _answer(self, choice: Choice) -> Answer:
+        answer = choice.answer
+        calls = [WholeCall(call.id, Function(call.name, call.arguments)) for call in answer.tool_calls]
+        found = Answer("assistant", answer.text or (None if calls else ""), None, answer.reasoning or None)
+        if calls and self.call.functions:
+            found.function_call = calls[0].function
+        elif calls:
+            found.tool_calls = calls
+        return found
+
+    def _finish_reason(self, choice: Choice) -> str:
+        if choice.generation.ending is Ending.LENGTH:
+            return "length"
+        if not choice.answer.tool_calls:
+            return "stop"
+        return "function_call" if self.call.functions else "tool_calls"
 
     def _logprobs(self, tokens: list[TokenLogprob]) -> Logprobs | None:
         return Logprobs([shown(token) for token in tokens]) if self.call.logprobs else None
 
     def _chunk(self, choices: list[ChunkChoice], used: Usage | None = None, reef: Receipt | UnsetType = UNSET) -> bytes:
         reported = used if self.call.include_usage else UNSET
-        return event(Chunk(f"chatcmpl-{self.record_id}", self.created, self.model, choices, reported, reef))
-
-
-def _answer(choice: Choice) -> Answer:
-    answer = choice.answer
-    calls = [WholeCall(call.id, Function(call.name, call.arguments)) for call in answer.tool_calls]
-    return Answer("assistant", answer.text or (None if calls else ""), None, answer.reasoning or None, calls or None)
-
-
-def _finish_reason(choice: Choice) -> str:
-    if choice.generation.ending is Ending.LENGTH:
-        return "length"
-    return "tool_calls" if choice.answer.tool_calls else "stop"
+        return event(Chunk(f"{ID_PREFIX}{self.record_id}", self.created, self.model, choices, reported, reef))
 
 
 CHAT = Api("/v1/chat/completions", parse_chat, ChatWriter)

@@ -7,7 +7,7 @@ nothing (null, an empty list, or the value that means "off").
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -17,6 +17,8 @@ from reef.inference.chat.choice import Choice, TokenLogprob
 from reef.inference.chat.messages import Tool
 from reef.runtime.interfaces import SamplingParams
 from reef.service.wire.base import ERROR_TYPES, ChatCall, ToolName
+
+Item = TypeVar("Item")
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -90,12 +92,12 @@ def top_p(value: float | None) -> float:
     return 1.0 if value is None else max(value, 1e-6)
 
 
-def refuse(body: Struct, allowed: Mapping[str, tuple[Any, ...]]) -> None:
+def refuse(body: Struct, allowed: Mapping[str, tuple[Any, ...]], within: str = "") -> None:
     """Raises InvalidRequest naming the first field that says more than it may."""
     for field, silent in allowed.items():
         value = getattr(body, field)
         if value is not None and value not in silent:
-            raise InvalidRequest(f"{field} cannot be honoured by this deployment", field)
+            raise InvalidRequest(f"{field} cannot be honoured by this deployment", within + field)
 
 
 # ---------------------------------------------------------------------------------------------- answers
@@ -169,6 +171,37 @@ def event(data: Any) -> bytes:
 def named_event(name: str, **fields: Any) -> bytes:
     """A server-sent event whose data has its name as `type`."""
     return b"event: " + name.encode() + b"\ndata: " + ENCODER.encode({"type": name, **fields}) + b"\n\n"
+
+
+# ---------------------------------------------------------------------------------------------- lists
+
+
+class PageQuery(Struct, forbid_unknown_fields=True):
+    """Which part of a list is wanted: what comes after the item with this id."""
+
+    after: str | None = None
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "asc"
+
+
+def page_of(items: Sequence[tuple[str, Item | None]], query: PageQuery) -> tuple[list[Item], bool]:
+    """The page, and whether more follows. `items` are in order, by their ids; None has a place and is not shown.
+
+    Raises InvalidRequest if nothing has the id to go on after.
+    """
+    ordered = items if query.order == "asc" else items[::-1]
+    first = 0
+    if query.after is not None:
+        first = next((place for place, (name, _) in enumerate(ordered, 1) if name == query.after), 0)
+        if first == 0:
+            raise InvalidRequest(f"there is no {query.after[:140]!r} in this list", "after")
+    shown = [item for _, item in ordered[first:] if item is not None]
+    return shown[: query.limit], len(shown) > query.limit
+
+
+def list_body(data: Sequence[dict[str, Any]], more: bool) -> bytes:
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return ENCODER.encode({"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more})
 
 
 # ---------------------------------------------------------------------------------------------- errors and models

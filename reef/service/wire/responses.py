@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
@@ -124,23 +123,38 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(Struct, kw_only=True, forbid_unknown_fields=True):
-    """The request body; null means absent everywhere."""
+class PromptBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the prompt comes from; null means absent everywhere."""
 
-    model: ModelName
-    input: str | Items
+    model: ModelName | None = None
+    input: str | Items | None = None
     instructions: str | None = None
     previous_response_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    max_output_tokens: Count | None = None
-    temperature: Temperature | None = None
-    top_p: Probability | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    include: list[str] | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choose | None = None
     parallel_tool_calls: bool | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
+    conversation: Any = None  # from here on refused unless they say nothing
+    truncation: Any = None
+
+
+class InputTokensBody(PromptBody, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request to count its tokens."""
+
+    personality: Any = None
+
+
+class ResponsesBody(PromptBody, kw_only=True, forbid_unknown_fields=True):
+    """The request body."""
+
+    model: ModelName
+    input: str | Items
+    max_output_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    include: list[str] | None = None
     store: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -156,11 +170,9 @@ class ResponsesBody(Struct, kw_only=True, forbid_unknown_fields=True):
     background: Any = None  # from here on refused unless they say nothing
     background_options: Any = None
     context_management: Any = None
-    conversation: Any = None
     image: Any = None
     moderation: Any = None
     prompt: Any = None
-    truncation: Any = None
 
 
 _SAYS_NOTHING: dict[str, tuple[Any, ...]] = {
@@ -173,7 +185,9 @@ _SAYS_NOTHING: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "truncation": ("disabled",),
 }
+_COUNT_SAYS_NOTHING: dict[str, tuple[Any, ...]] = {"conversation": (), "personality": (), "truncation": ("disabled",)}
 _DECODER = msgspec.json.Decoder(ResponsesBody)
+_COUNT_DECODER = msgspec.json.Decoder(InputTokensBody)
 _LOGPROBS = "message.output_text.logprobs"
 _FIELDS = {"max_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning.effort"}
 
@@ -203,9 +217,14 @@ class ResponsesCall(ChatCall):
         return replace(self, conversation=conversation)
 
 
+def decode_responses(body: bytes) -> ResponsesBody:
+    """Raises InvalidRequest naming the field."""
+    return decode_body(_DECODER, body)
+
+
 def parse_responses(body: bytes) -> ResponsesCall:
     """Raises InvalidRequest naming the field."""
-    given = decode_body(_DECODER, body)
+    given = decode_responses(body)
     refuse(given, _SAYS_NOTHING)
     logprobs = _LOGPROBS in (given.include or ())
     call = ResponsesCall(
@@ -221,8 +240,24 @@ def parse_responses(body: bytes) -> ResponsesCall:
         logprobs=logprobs,
         instructions=given.instructions,
         items=input_items(given),
-        goes_on_from=_receipt(given.previous_response_id),
+        goes_on_from=receipt_of(given.previous_response_id),
         echoed=_echoed(given),
+    )
+    return call if call.refers else call.after([])
+
+
+def parse_count(body: bytes) -> ResponsesCall:
+    """The body of `input_tokens`. Raises InvalidRequest naming the field."""
+    given = decode_body(_COUNT_DECODER, body)
+    refuse(given, _COUNT_SAYS_NOTHING)
+    call = ResponsesCall(
+        conversation=_conversation(given),
+        sampling=SamplingParams(),
+        max_tokens=None,
+        fields=_FIELDS,
+        instructions=given.instructions,
+        items=input_items(given),
+        goes_on_from=receipt_of(given.previous_response_id),
     )
     return call if call.refers else call.after([])
 
@@ -233,7 +268,8 @@ def referred(item: Mapping[str, Any]) -> str | None:
     return item["id"] if known and isinstance(item.get("id"), str) else None
 
 
-def _receipt(response_id: str | None) -> str | None:
+def receipt_of(response_id: str | None) -> str | None:
+    """Raises InvalidRequest for what is no id of a response."""
     if response_id is None:
         return None
     if not response_id.startswith(ID_PREFIX):
@@ -241,13 +277,13 @@ def _receipt(response_id: str | None) -> str | None:
     return response_id.removeprefix(ID_PREFIX)
 
 
-def input_items(given: ResponsesBody) -> list[dict[str, Any]]:
+def input_items(given: PromptBody) -> list[dict[str, Any]]:
     if isinstance(given.input, str):
         return [{"role": "user", "content": given.input}]
-    return given.input
+    return given.input or []
 
 
-def _conversation(given: ResponsesBody) -> Conversation:
+def _conversation(given: PromptBody) -> Conversation:
     """Everything but the messages."""
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given.tools or ())]
     conversation = Conversation(
@@ -380,37 +416,3 @@ def _text(content: str | list[dict[str, Any]], where: str) -> str:
         read = converted(part, TextPart, f"{where}[{index}]")
         texts.append(read.text or read.refusal or "")
     return "".join(texts)
-
-
-# ---------------------------------------------------------------------------------------------- stored answers
-
-
-@dataclass(slots=True, frozen=True)
-class Stored:
-    """An answer as it was recorded: what it was asked after, and the response object itself."""
-
-    items: list[dict[str, Any]]
-    goes_on_from: str | None
-    response: dict[str, Any]
-
-
-def read_stored(request: bytes, response: bytes) -> Stored | None:
-    """None: it is not to be found again, because its client said so or because it never came to an end."""
-    given = decode_body(_DECODER, request)
-    if given.store is False:
-        return None
-    found = _response_object(response)
-    if found is None or "output" not in found:
-        return None
-    return Stored(input_items(given), _receipt(given.previous_response_id), found)
-
-
-def _response_object(response: bytes) -> dict[str, Any] | None:
-    if response.startswith(b"{"):
-        whole: dict[str, Any] = json.loads(response)
-        return whole
-    name, _, data = response.rstrip().rpartition(b"\n\n")[2].partition(b"\ndata: ")
-    if name not in (b"event: response.completed", b"event: response.incomplete"):
-        return None
-    last: dict[str, Any] = json.loads(data)["response"]
-    return last

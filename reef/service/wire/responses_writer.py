@@ -56,7 +56,7 @@ class ResponsesWriter(Writer):
     def __init__(self, call: ChatCall, record_id: str, created: int, model: str) -> None:
         super().__init__(call, record_id, created, model)
         assert isinstance(call, ResponsesCall)
-        self._echoed = call.echoed
+        self._echoed = call.echoed if call.recorded else {**call.echoed, "store": False}
         self._events = 0
         self._items: list[_Item] = []
         self._open: _Item | None = None
