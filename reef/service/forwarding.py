@@ -38,6 +38,19 @@ _COUNTED = {b"prompt": 0, b"input": 0, b"completion": 1, b"output": 1, b"cached"
 _USAGE_WITHIN = 4096  # bytes from either end of an answer
 
 RECORDED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+RELAYED = {
+    "/v1/messages/count_tokens": "POST",
+    "/v1/models": "GET",
+    "/v1/models/{model:path}": "GET",
+    "/v1/responses/input_tokens": "POST",
+    "/v1/responses/{response_id}": "GET DELETE",
+    "/v1/responses/{response_id}/input_items": "GET",
+    "/v1/responses/{response_id}/cancel": "POST",
+    "/v1/chat/completions": "GET",
+    "/v1/chat/completions/{completion_id}": "GET POST DELETE",
+    "/v1/chat/completions/{completion_id}/messages": "GET",
+}
+"""Models, token counts, and what a provider stores: methods by path."""
 
 
 class Forwarding(RecordedExchange):
@@ -185,7 +198,7 @@ async def forward(request: Request) -> ASGIApp:
 
 
 async def relay(request: Request) -> Response:
-    """Models, token counts, stored responses: forwarded, and not recorded."""
+    """What is in RELAYED: forwarded, and not recorded."""
     gateway = Gateway.of(request)
     head = gateway.serving_head(request)
     body = await gateway.body(request)
@@ -249,9 +262,5 @@ def _route(path: str, endpoint: Callable[[Request], Awaitable[ASGIApp]], method:
 
 ROUTES = [
     *(_route(path, forward, "POST") for path in RECORDED),
-    _route("/v1/messages/count_tokens", relay, "POST"),
-    _route("/v1/models", relay, "GET"),
-    _route("/v1/models/{model:path}", relay, "GET"),
-    _route("/v1/responses/{response_id}", relay, "GET"),
-    _route("/v1/responses/{response_id}", relay, "DELETE"),
+    *(_route(path, relay, method) for path, methods in RELAYED.items() for method in methods.split()),
 ]

@@ -125,6 +125,13 @@ def test_header_providers_have_the_last_word(reef, provider):
         ("GET", "/v1/models/org%2Fname%20x"),
         ("GET", "/v1/responses/resp_1"),
         ("DELETE", "/v1/responses/resp_1"),
+        ("GET", "/v1/responses/resp_1/input_items?limit=2"),
+        ("POST", "/v1/responses/resp_1/cancel"),
+        ("POST", "/v1/responses/input_tokens"),
+        ("GET", "/v1/chat/completions?limit=2"),
+        ("POST", "/v1/chat/completions/chatcmpl-1"),
+        ("DELETE", "/v1/chat/completions/chatcmpl-1"),
+        ("GET", "/v1/chat/completions/chatcmpl-1/messages"),
         ("POST", "/v1/messages/count_tokens?beta=true"),
     ],
 )
