@@ -1,10 +1,14 @@
-"""Spans as OpenTelemetry's own in-memory exporter sees them."""
+"""Spans as OpenTelemetry's own in-memory exporter sees them, and as a collector gets them."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
+import httpx
 import pytest
 
 pytest.importorskip("opentelemetry.sdk")
@@ -12,6 +16,7 @@ pytest.importorskip("opentelemetry.sdk")
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from benchmarks.load import RECEIPT, Gateway, provider
 from reef import tracing
 from reef.config import resolve
 from reef.errors import ConfigError
@@ -90,6 +95,45 @@ def test_a_step_and_its_publication(exporter, tmp_path):
     assert found["training step"].attributes["reef.samples"] == 2
     assert found["training step"].end_time <= found["publication"].start_time
     assert all(span.attributes["reef.scenario"] == "s" and span.parent is None for span in found.values())
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Keeps what is posted to it, in the server's `received`."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.server.received.append((self.path, self.headers["content-type"], body))  # type: ignore[attr-defined]
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None: ...
+
+
+def test_a_collector_gets_the_spans_of_a_service(tmp_path: Path):
+    traces = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    with HTTPServer(("127.0.0.1", 0), Collector) as collector, provider() as upstream:
+        collector.received = []  # type: ignore[attr-defined]
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+        gateway = Gateway(0, tmp_path, {"inference.upstream-url": upstream, "observability.trace-endpoint": endpoint})
+        try:
+            gateway.start()
+            asked = {"model": "any", "messages": [{"role": "user", "content": "Hello"}]}
+            answer = httpx.post(f"{gateway.server.url}/v1/chat/completions", json=asked, timeout=60)
+        finally:
+            gateway.stop()  # and with it what was not sent yet
+            collector.shutdown()
+    spans = {}
+    for path, kind, body in collector.received:  # type: ignore[attr-defined]
+        assert (path, kind) == ("/v1/traces", "application/x-protobuf")
+        for resource in traces.ExportTraceServiceRequest.FromString(body).resource_spans:
+            named = {one.key: one.value.string_value for one in resource.resource.attributes}
+            assert named["service.name"] == "reef"
+            spans |= {span.name: span for scope in resource.scope_spans for span in scope.spans}
+    request, append = spans["POST /v1/chat/completions"], spans["append"]
+    assert append.trace_id == request.trace_id and append.parent_span_id == request.span_id
+    named = {one.key: one.value.string_value for one in request.attributes}
+    assert named["reef.receipt"] == answer.headers[RECEIPT]
 
 
 def test_off_is_one_call_that_makes_nothing(gateway: Running):
