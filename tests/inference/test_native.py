@@ -49,14 +49,16 @@ def test_silu_mul(native, dtype):
     assert close(native.silu_mul(gate_up), Ops().silu_mul(gate_up))
 
 
+@pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 7, 8, 9, 16, 31, 70])
-def test_linear_bfloat16(native, tokens, bias):
-    weight, x = random(96, 192, dtype=torch.bfloat16), random(tokens, 192, dtype=torch.bfloat16, seed=1)
-    added = random(96, dtype=torch.bfloat16, seed=2) if bias else None
+def test_linear(native, tokens, bias, dtype):
+    weight, x = random(96, 320, dtype=dtype), random(tokens, 320, dtype=dtype, seed=1)
+    added = random(96, dtype=dtype, seed=2) if bias else None
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if added is None else added.double())
     got = native.linear(weight, added)(x)
-    assert torch.allclose(got.double(), exact, rtol=1e-2, atol=2e-2)
+    relative, absolute = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 2e-2)}[dtype]
+    assert torch.allclose(got.double(), exact, rtol=relative, atol=absolute)
 
 
 def test_linear_takes_sizes_that_do_not_fit_its_blocks(native):
@@ -64,9 +66,12 @@ def test_linear_takes_sizes_that_do_not_fit_its_blocks(native):
     assert close(native.linear(weight, None)(x), torch.nn.functional.linear(x, weight))
 
 
-@pytest.mark.parametrize("tokens", [5, 16, 19])
-def test_a_row_does_not_depend_on_its_batch(native, tokens):
-    weight, x = random(96, 192, dtype=torch.bfloat16), random(tokens, 192, dtype=torch.bfloat16, seed=1)
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("tokens", [5, 16, 19, 60])
+def test_a_row_does_not_depend_on_its_batch(native, tokens, dtype):
+    if dtype is torch.bfloat16 and dtype not in native._linear:
+        pytest.skip("this processor does not multiply bfloat16")
+    weight, x = random(96, 320, dtype=dtype), random(tokens, 320, dtype=dtype, seed=1)
     linear = native.linear(weight, None)
     assert torch.equal(linear(x), torch.cat([linear(row) for row in x.split(1)]))
 

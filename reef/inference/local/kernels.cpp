@@ -265,6 +265,71 @@ void silu_mul(const S* gate_up, S* out, int64_t tokens, int64_t size) {
   }
 }
 
+// Of a product in float: numbers in a register, rows whose sums fit into registers, outputs in one block of packed
+// weights; rows whose x stays in the second-level cache while all weights pass, inputs that are summed up before they
+// are added to the others, which keeps rounding small.
+#if defined(__AVX512F__)
+constexpr int64_t WIDTH = 16, TILE = 12;
+#elif defined(__AVX__)
+constexpr int64_t WIDTH = 8, TILE = 6;
+#else
+constexpr int64_t WIDTH = 4, TILE = 6;
+#endif
+constexpr int64_t OUTPUTS = 16, PARTS = OUTPUTS / WIDTH, STRETCH = 48, SUMMED = 256;
+typedef float Register __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float)), may_alias));
+
+// ROWS rows of x [T, K], `count` inputs of each, times one block of 16 outputs; its weights are [K, 16].
+template <int ROWS>
+void linear_tile(const float* x, const float* weight, const float* bias, float* y, int64_t count, int64_t inputs,
+                 int64_t outputs, bool first) {
+  Register sums[ROWS][PARTS] = {};
+  for (int64_t k = 0; k < count; k++) {
+    Register parts[PARTS];
+#pragma GCC unroll 4
+    for (int p = 0; p < PARTS; p++) parts[p] = *reinterpret_cast<const Register*>(weight + k * OUTPUTS + p * WIDTH);
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++) {
+#pragma GCC unroll 4
+      for (int p = 0; p < PARTS; p++) sums[r][p] += parts[p] * x[r * inputs + k];
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS; r++) {
+#pragma GCC unroll 4
+    for (int p = 0; p < PARTS; p++) {
+      Register* to = reinterpret_cast<Register*>(y + r * outputs + p * WIDTH);
+      Register before = {};
+      if (!first) before = *to;
+      if (first && bias) before = *reinterpret_cast<const Register*>(bias + p * WIDTH);
+      *to = before + sums[r][p];
+    }
+  }
+}
+
+// y [T, N] = x [T, K] W^T + bias; `weight` is packed as [N / 16, K, 16].
+void linear(const float* x, const float* weight, const float* bias, float* y, int64_t tokens, int64_t n, int64_t k) {
+  for (int64_t begin = 0; begin < tokens; begin += STRETCH) {
+    int64_t end = std::min(begin + STRETCH, tokens);
+#pragma omp parallel for schedule(static)
+    for (int64_t at = 0; at < n; at += OUTPUTS) {
+      const float* added = bias ? bias + at : nullptr;
+      for (int64_t from = 0; from < k; from += SUMMED) {
+        const float* own = weight + at * k + from * OUTPUTS;
+        int64_t t = begin;
+        auto tiles = [&](auto tile, int64_t rows) {
+          for (; t + rows <= end; t += rows) {
+            tile(x + t * k + from, own, added, y + t * n + at, std::min(SUMMED, k - from), k, n, from == 0);
+          }
+        };
+        tiles(linear_tile<TILE>, TILE);
+        tiles(linear_tile<4>, 4);
+        tiles(linear_tile<2>, 2);
+        tiles(linear_tile<1>, 1);
+      }
+    }
+  }
+}
+
 #ifdef __AVX512BF16__
 constexpr int64_t LANES = 16, BLOCK = 32;  // outputs in one register, and in one block of packed weights
 
@@ -345,6 +410,10 @@ void linear(const bf16* x, const bf16* weight, const bf16* bias, bf16* y, int64_
 extern "C" {
 EXPORT(float32, float)
 EXPORT(bfloat16, bf16)
+void linear_float32(const float* x, const float* weight, const float* bias, float* y, int64_t tokens, int64_t n,
+                    int64_t k) {
+  linear(x, weight, bias, y, tokens, n, k);
+}
 #ifdef __AVX512BF16__
 void linear_bfloat16(const bf16* x, const bf16* weight, const bf16* bias, bf16* y, int64_t tokens, int64_t n, int64_t k) {
   linear(x, weight, bias, y, tokens, n, k);

@@ -1,7 +1,7 @@
 """CPU kernels of Reef's own, compiled at first use. Where that fails, torch does the work.
 
-They pay: attention reads pages in place instead of gathering them, and a matrix product of few rows with bfloat16
-weights, which lie in huge pages, runs at the speed of memory or of the processor, whichever is slower. Needs a C++
+They pay: attention reads pages in place instead of gathering them, and a matrix product of few rows, with weights that
+are packed and lie in huge pages, runs at the speed of memory or of the processor, whichever is slower. Needs a C++
 compiler with OpenMP; the library is kept in the user's cache.
 """
 
@@ -34,7 +34,7 @@ _SOURCE = Path(__file__).with_name("kernels.cpp")
 # Not -ffast-math: it would switch off denormals for the whole process.
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC")
 _COMPILE_SECONDS = 120
-_PACKED_OUTPUTS = 32
+_PACKED = {torch.float32: (16, 1), torch.bfloat16: (32, 2)}  # outputs, inputs: how weights lie together
 _SHORT_PREFILL = 32
 _HUGE_PAGE = 2 << 20  # bytes
 _SLAB = 16 << 20  # bytes
@@ -61,15 +61,16 @@ class NativeOps(Ops):
         self._rotate_store = _by_dtype(library, "rotate_store", "pppppppiiiii")
         self._attend_pages = _by_dtype(library, "attend_pages", "pippipppiiiii")
         self._weights = _Slabs()
-        # Compiled only for CPUs that multiply bfloat16.
-        self._linear = _function(library, "linear_bfloat16", "ppppiii") if hasattr(library, "linear_bfloat16") else None
+        self._linear = {torch.float32: _function(library, "linear_float32", "ppppiii")}
+        if hasattr(library, "linear_bfloat16"):  # compiled only for CPUs that multiply bfloat16
+            self._linear[torch.bfloat16] = _function(library, "linear_bfloat16", "ppppiii")
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         outputs, inputs = weight.shape
-        kernel = self._linear
-        if kernel is None or weight.dtype != torch.bfloat16 or outputs % _PACKED_OUTPUTS or inputs % 2:
+        kernel, (block, step) = self._linear.get(weight.dtype), _PACKED[weight.dtype]
+        if kernel is None or outputs % block or inputs % step:
             return super().linear(weight, bias)
-        blocks = weight.view(outputs // _PACKED_OUTPUTS, _PACKED_OUTPUTS, inputs // 2, 2).transpose(1, 2)
+        blocks = weight.view(outputs // block, block, inputs // step, step).transpose(1, 2)
         packed = self._weights.keep(blocks)
         added = None if bias is None else bias.contiguous()
 
