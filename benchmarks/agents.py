@@ -52,7 +52,7 @@ WAYS = {
     "versions": (True, PauseMode.IN_PLACE),
 }
 PAGE = {"local": 16, "sglang": 1}  # tokens; what an engine shares is whole pages
-SIZE = {"local": (1.0, 20), "sglang": (0.25, 10)}  # scale and turns, unless they are given
+SIZE = {"local": (1.0, 20), "sglang": (0.25, 8)}  # scale and turns, unless they are given
 FOLLOWS = {"local": True, "sglang": False}
 """Whether a request in flight goes on with a new release; on SGLang it keeps the adapter that it began with."""
 
