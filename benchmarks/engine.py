@@ -1,11 +1,11 @@
-"""The local engine against `transformers` generate, on the real model in bfloat16.
+"""The local engine against `transformers` generate, on the real model.
 
     python -m benchmarks.engine [--model DIR] [--threads N] [--repeats N]
 
 Three ratios: tokens per second at batch 16 and at batch 1, and how much sooner a repeated 2,000-token prefix reaches
-its first token. Rival and engine take turns in one process with the same threads. Wall-clock time is what a user
-waits; processor time is printed too, because it hardly depends on what else the machine does. Last comes where the
-engine's time goes.
+its first token. Rival and engine take turns in one process with the same threads, in bfloat16 where the CPU computes in
+it and float32 elsewhere. Wall-clock time is what a user waits; processor time is printed too, because it hardly depends
+on what else the machine does. Last comes where the engine's time goes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks._engines import DTYPE
 from reef.demo.model import smollm2_directory
 from reef.inference.local.config import LocalConfig
 from reef.inference.local.engine import LocalEngine
@@ -179,9 +180,9 @@ def main() -> None:
     config = AutoConfig.from_pretrained(path)
     if hasattr(config, "quantization_config"):  # of the file it was converted from; it would slow the rival down
         del config.quantization_config
-    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.bfloat16).eval()
-    engine = LocalEngine(LocalConfig(model_path=str(path), dtype="bfloat16", threads=options.threads))
-    print(f"{path.name}, bfloat16, {options.threads} threads, torch {torch.__version__}")
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=getattr(torch, DTYPE)).eval()
+    engine = LocalEngine(LocalConfig(model_path=str(path), dtype=DTYPE, threads=options.threads))
+    print(f"{path.name}, {DTYPE}, {options.threads} threads, torch {torch.__version__}")
     for batch in (16, 1):
         compare_generation(engine, model, batch, options.repeats)
     compare_prefix(engine, options.repeats)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving [--streams 16] [--tokens 128] [--rounds 5] [--threads 2] [--json FILE]
 
-Both serve SmolLM2-135M in bfloat16 with the same threads, in turns, and share no prefixes; whoever does not serve
-sleeps. The way through the gateway includes HTTP, the template, server-sent events, the record, and this program's own
-reading of the streams, all on the same cores.
+Both serve SmolLM2-135M with the same threads, in bfloat16 where the CPU computes in it and float32 elsewhere, in turns,
+and share no prefixes; whoever does not serve sleeps. The way through the gateway includes HTTP, the template,
+server-sent events, the record, and this program's own reading of the streams, all on the same cores.
 """
 
 from __future__ import annotations
@@ -69,11 +69,12 @@ def contents(seed: int, streams: int) -> list[str]:
 
 def run_engine(model: str, threads: int) -> None:
     """The engine's process: a line of JSON (prompt lengths, tokens) in, seconds out."""
+    from benchmarks._engines import DTYPE
     from benchmarks.engine import generate
     from reef.inference.local.config import LocalConfig
     from reef.inference.local.engine import LocalEngine
 
-    engine = LocalEngine(LocalConfig(model_path=model, dtype="bfloat16", threads=threads, prefix_cache=False))
+    engine = LocalEngine(LocalConfig(model_path=model, dtype=DTYPE, threads=threads, prefix_cache=False))
     print("ready", flush=True)
     for line in sys.stdin:
         lengths, tokens = json.loads(line)
@@ -93,12 +94,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, default=None, help="write the results here, too")
     options = parser.parse_args()
+    from benchmarks._engines import DTYPE
     from reef.demo.model import smollm2_directory
 
     model = str(smollm2_directory())
     through, alone = [], []
     served = ["-m", "reef.cli", "serve", "--reef.port", "0", "--inference.model-path", model]
-    served += ["--inference.threads", str(options.threads), "--inference.dtype", "bfloat16"]
+    served += ["--inference.threads", str(options.threads), "--inference.dtype", DTYPE]
     served += ["--inference.prefix-cache", "false", "--reef.data-dir"]
     own = ["-m", "benchmarks.serving", "engine", model, str(options.threads)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
