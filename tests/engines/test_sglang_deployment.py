@@ -27,7 +27,7 @@ class SGLangReef(Reef):
 
     def __init__(self, model: Path, directory: Path, **flags: object) -> None:
         super().__init__(model, directory, **flags)
-        for local in ("inference.threads", "inference.kv-cache-tokens"):
+        for local in ("inference.threads", "inference.kv-cache-tokens", "inference.health-timeout"):
             del self.flags[local]
         self.flags |= {
             "inference.backend": "sglang",
