@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 
+from reef.inference.chat.grammars import WHITESPACE
 from reef.inference.sglang.config import DISABLE, Option, SGLangConfig, flags
 from reef.inference.sglang.control import EngineControl
 from reef.inference.sglang.environment import PLUGIN_PATH, require_interpreter
@@ -113,6 +114,8 @@ class ManagedEngine(Engine):
             "skip-server-warmup": True,
             "sleep-on-idle": True,
             "tensor-parallel-size": config.tensor_parallel_size,
+            "grammar-backend": "llguidance",  # Reef's grammars of tool calls are written in its Lark
+            "constrained-json-whitespace-pattern": WHITESPACE,
         }
         if config.max_context:
             found["context-length"] = config.max_context
