@@ -65,6 +65,7 @@ class Publication:
         self._heads_lock = Lock()  # for who replaces it
         self._incomplete: str | None = None  # why the engines are not what `restore` makes of them
         self.generation = 0  # how often the engines were replaced
+        self._renewed = False  # they were, are paused, and nothing was staged and nobody served since
         self.clock = PauseClock()  # runs from the barrier's start to its end
         self._lanes: dict[str, str] = {}  # what they were pointed at last; others serve their heads
         self._replaced: dict[str, str] = {}  # scenario -> load that its newest head took over from
@@ -86,6 +87,7 @@ class Publication:
         Raises EngineError, EngineUncertain, VerificationError.
         """
         self._require_complete()
+        self._renewed = False
         load = self.load_of(candidate.runtime_load_id, candidate.content_id)
         with crossing(Point.STAGE):
             self._residency.stage(load, self._current().values(), pin=True)
@@ -170,6 +172,7 @@ class Publication:
         self._engines.activate(lane, runtime_load_id)
 
     def _resume(self) -> None:
+        self._renewed = False
         with crossing(Point.RESUME):
             self._engines.resume()
         self.clock.lap("resume")
@@ -302,10 +305,17 @@ class Publication:
     def rebuild(self, *, resume: bool) -> None:
         """Replace every engine, then restore the committed heads."""
         self._incomplete = "recoverable: the engines are not replaced yet"
+        self._renewed = False
         with crossing(Point.RESTART_ENGINES):
             self._engines.restart()
         self.generation += 1
         self.restore(list(self._heads.values()), resume=resume)
+        self._renewed = not resume
+
+    def renew(self) -> None:
+        """Have fresh engines with the committed heads alone, paused: `rebuild`, unless a repair just left such."""
+        if not self._renewed or self.health() is not None:
+            self.rebuild(resume=False)
 
     def _require_complete(self) -> None:
         """Whoever resumed engines that were restored in part would serve the base in place of a head."""

@@ -175,7 +175,7 @@ class TrainingCoordinator:
         """Pause, switch, verify; leave everything paused at READY_TO_COMMIT.
 
         Raises BarrierError after the engines were retired: the marker is then UPDATING_WEIGHTS and calling again
-        rebuilds the engines and publishes in full.
+        publishes in full, to engines that were rebuilt since, or now.
         """
         marker = self._require(
             candidate.job_id, MarkerState.CHECKPOINT, MarkerState.UPDATING_WEIGHTS, MarkerState.READY_TO_COMMIT
@@ -183,7 +183,7 @@ class TrainingCoordinator:
         if marker.state is MarkerState.READY_TO_COMMIT:
             return
         if marker.state is MarkerState.UPDATING_WEIGHTS:
-            self._publication.rebuild(resume=False)
+            self._publication.renew()
             self._publication.stage(candidate)
         else:
             # Durable before the pause: a marker that cannot be written must not leave anything paused.

@@ -26,9 +26,7 @@ def engine_python() -> Path:
 @pytest.fixture(scope="session")
 def served(engine_python: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One engine that takes adapters and full weights, and runs at most eight requests at a time."""
-    config = sglang_config(
-        tiny_model, options={"max-running-requests": 8, "constrained-json-disable-any-whitespace": True}
-    )
+    config = sglang_config(tiny_model, options={"max-running-requests": 8})
     logs = tmp_path_factory.mktemp("sglang")
     backend = SGLangBackend(config, mode=PauseMode.IN_PLACE, lora=True, base_content_id="base", logs=logs)
     backend.start()

@@ -5,18 +5,30 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 
 import pytest
+from transformers import AutoTokenizer
 
 from reef.errors import ConfigError, EngineError, InvalidRequest, Unavailable
+from reef.inference.chat.grammars import WHITESPACE
 from reef.inference.sglang.backend import SGLangBackend
 from reef.inference.sglang.client import SGLangHandler
-from reef.runtime.interfaces import BASE_LOAD_ID, Ending, GenerateRequest, PauseMode, SamplingParams, WeightKind
+from reef.runtime.interfaces import (
+    BASE_LOAD_ID,
+    Ending,
+    GenerateRequest,
+    Grammar,
+    PauseMode,
+    SamplingParams,
+    WeightKind,
+)
 from tests.engines.sglang import PREFIX, ask, assert_scores, rescored, sglang_config, start, until
 
 pytestmark = pytest.mark.timeout(3600)  # a server starts in half a minute, on a busy machine in many
 
 PROMPT = PREFIX[:40]
+WS = f"({WHITESPACE})?"
 
 
 def test_greedy_is_what_transformers_says(served) -> None:
@@ -124,8 +136,6 @@ def test_end_by_stop_token_and_stop_string(served) -> None:
         free = await ask(handler, PROMPT, 12)
         by_token = await ask(handler, PROMPT, 12, stop_token_ids=[free.token_ids[5]], ignore_eos=False)
         assert (by_token.ending, by_token.token_ids) == (Ending.STOP, free.token_ids[:6])
-        from transformers import AutoTokenizer
-
         word = AutoTokenizer.from_pretrained(served.model).decode(free.token_ids[3:4]).strip()
         by_string = await ask(handler, PROMPT, 12, stop=[word])
         assert (by_string.ending, by_string.stopped_by) == (Ending.STOP, word)
@@ -156,6 +166,46 @@ def test_grammar_that_does_not_compile_is_the_callers_fault(served) -> None:
     async def test(handler) -> None:
         with pytest.raises(InvalidRequest, match="grammar"):
             await ask(handler, PROMPT, schema='{"type": "no such type"}')
+
+    served.run(test)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "matches"),
+    [
+        (Grammar("regex", r"[a-c]{3}(x|yy)\d"), r"[a-c]{3}(x|yy)\d"),
+        (Grammar("choice", '["a b-c#", "x\\ny", "é{}"]'), r"a b-c#|x\ny|é\{\}"),
+        (Grammar("json_object", ""), r"\{\}"),
+        (
+            Grammar("json_schema", '{"type": "array", "items": {"const": 5}, "minItems": 2, "maxItems": 2}'),
+            rf"\[{WS}5{WS},{WS}5{WS}\]",
+        ),
+        (Grammar("lark", 'start: "<" %json {"enum": [true, false]} ">"'), "<(true|false)>"),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_every_kind_of_grammar_shapes_the_answer(served, grammar, matches) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(served.model)
+    [closing] = tokenizer.encode("}", add_special_tokens=False)
+
+    async def test(handler) -> None:
+        answer = await ask(handler, PROMPT, 40, grammar=grammar, ignore_eos=False, logit_bias={closing: 50.0})
+        text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+        assert answer.ending is Ending.STOP and re.fullmatch(matches, text), text
+
+    served.run(test)
+
+
+def test_grammar_that_cannot_go_on_cuts_its_own_request(served) -> None:
+    """Too complex to follow, which shows only after some tokens."""
+    grammar = Grammar("regex", "(([a-z]{1,300}){1,300}){1,300}")
+
+    async def test(handler) -> None:
+        other = start(handler, PROMPT, 40, grammar=Grammar("regex", "[a-z ]{200}"))
+        answer = await ask(handler, PROMPT, 300, grammar=grammar, ignore_eos=False)
+        assert answer.ending is Ending.ENGINE_CUT and answer.token_ids, answer
+        assert "the grammar cannot go on: lexer error: too many expressions constructed" in answer.error
+        assert (await other.task).ending is Ending.LENGTH
 
     served.run(test)
 

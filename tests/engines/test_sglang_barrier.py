@@ -17,20 +17,22 @@ from reef.runtime.recovery import MarkerFile  # noqa: E402
 from tests.engines.sglang import START_SECONDS  # noqa: E402
 from tests.engines.test_sglang_deployment import SGLangReef  # noqa: E402
 
-pytestmark = pytest.mark.timeout(9000)  # engines start five times, each in half a minute, on a busy machine in many
+pytestmark = pytest.mark.timeout(9000)  # engines start four times, each in half a minute, on a busy machine in many
 
 FAKE_FAULTS = Path(__file__).with_name("fake_faults")
 
 
 class FaultyReef(SGLangReef):
-    """A deployment whose engine has the plugin `fake_faults` besides Reef's own."""
+    """A deployment whose engine has the plugin `fake_faults` besides Reef's own; each start of it is noted."""
 
     def __init__(self, model: Path, directory: Path, python: Path) -> None:
         self.faults = directory / "faults"
         self.faults.mkdir()
         wrapper = directory / "python"
+        self._starts = directory / "starts"
         wrapper.write_text(
-            f"#!/bin/sh\nPYTHONPATH='{FAKE_FAULTS}':$PYTHONPATH FAKE_FAULTS='{self.faults}' exec '{python}' \"$@\"\n"
+            f"#!/bin/sh\necho >> '{self._starts}'\n"
+            f"PYTHONPATH='{FAKE_FAULTS}':$PYTHONPATH FAKE_FAULTS='{self.faults}' exec '{python}' \"$@\"\n"
         )
         wrapper.chmod(0o755)
         super().__init__(
@@ -38,6 +40,9 @@ class FaultyReef(SGLangReef):
             directory,
             **{"inference.python": wrapper, "inference.pause-mode": "retract", "training.mode": "lora"},
         )
+
+    def starts(self) -> int:
+        return len(self._starts.read_text())
 
     def state(self) -> MarkerState:
         marker = MarkerFile(self.directory / "data" / "marker.json").read()
@@ -76,6 +81,7 @@ def test_a_barrier_that_fails_at_a_publication_and_at_the_start(reef: FaultyReef
     assert state is MarkerState.UPDATING_WEIGHTS
     assert all("recoverable" in reason for reason, _ in troubles), troubles
     assert reef.scheduler() != engine, "the engine was not replaced"
+    assert reef.starts() == 2, "by the repair and by the retry"
     reef.ask()
 
     (reef.faults / "flush_cache").touch()

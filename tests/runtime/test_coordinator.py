@@ -141,6 +141,50 @@ def test_a_failed_barrier_retires_the_engines_and_the_retry_publishes_in_full(wo
     assert world.engines.lanes["s"] == "engine:1" and not world.engines.paused
 
 
+def failed_barrier(world):
+    candidate = world.coordinator.train(world.job("j1"), "engine:1")
+    world.faults.plant("pause", BarrierError("flush refused"))
+    with pytest.raises(BarrierError):
+        world.coordinator.publish(candidate)
+    return candidate
+
+
+def test_engines_that_a_repair_replaced_after_a_failed_barrier_are_not_replaced_again(world):
+    candidate = failed_barrier(world)
+    world.coordinator.repair_engines()
+    assert world.engines.paused and world.engines.loads.keys() == {BASE_LOAD_ID}
+    world.coordinator.publish(candidate)
+    assert world.faults.calls.count("restart") == world.publication.generation == 1
+    world.coordinator.acknowledge("j1", world.commit(candidate))
+    assert world.engines.lanes["s"] == "engine:1" and not world.engines.paused
+
+
+@pytest.mark.parametrize("trouble", ["dies", "fails to switch"])
+def test_repaired_engines_that_are_not_as_the_repair_left_them_are_replaced_again(world, trouble):
+    candidate = failed_barrier(world)
+    world.coordinator.repair_engines()
+    if trouble == "dies":
+        world.engines.trouble = "engine-0 exited"
+    else:
+        world.faults.plant("activate", EngineError("out of memory"))
+        with pytest.raises(EngineError, match="out of memory"):
+            world.coordinator.publish(candidate)
+    world.coordinator.publish(candidate)
+    assert world.faults.calls.count("restart") == 2 and world.state() is MarkerState.READY_TO_COMMIT
+
+
+def test_a_repair_of_an_earlier_job_renews_nothing(world):
+    failed_barrier(world)
+    world.coordinator.repair_engines()
+    world.coordinator.reject("j1", "given up")
+    candidate = world.coordinator.train(world.job("j2"), "engine:2")
+    world.faults.plant("pause", BarrierError("flush refused"))
+    with pytest.raises(BarrierError):
+        world.coordinator.publish(candidate)
+    world.coordinator.publish(candidate)
+    assert world.faults.calls.count("restart") == 2
+
+
 def test_an_adapter_that_one_replica_never_applied_fails(world):
     world.engines.unapplied = {"j1"}
     with pytest.raises(VerificationError, match="engine-1"):

@@ -93,10 +93,10 @@ def running(deployment: Any, **settings: Any) -> Iterator[Running]:
 
 
 def serving(data: Path, model: Path, **flags: str) -> AbstractContextManager[Running]:
-    """Serve `model` with the local engine in this process."""
+    """Serve `model` with the local engine in this process, or with another `inference.backend`."""
     given = {
         "inference.model-path": str(model),
-        "inference.threads": "1",
+        **({} if "inference.backend" in flags else {"inference.threads": "1"}),
         "execution.executor": "uni",
         "reef.data-dir": str(data),
         **flags,

@@ -31,7 +31,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": PAINT}}
 def real(request, tmp_path_factory) -> Iterator[SimpleNamespace]:
     root = tmp_path_factory.mktemp(request.param)
     with serving(root / "data", save_model(request.param, root / "model"), **{"inference.dtype": "float32"}) as gateway:
-        yield SimpleNamespace(name=request.param, gateway=gateway)
+        yield SimpleNamespace(name=request.param, gateway=gateway, tokenizer=tokenizer_of(request.param))
 
 
 def create(gateway: Running, **changes):
@@ -68,7 +68,7 @@ def test_a_named_tool_is_forced_whole_or_streamed(real):
 
 def test_a_call_or_the_answer_in_its_form(real):
     """Which of them is up to the model; the bias of a token that begins one of them decides here."""
-    tokenizer = tokenizer_of(real.name)
+    tokenizer = real.tokenizer
     form = tokenizer.format.tools
     starts = {"call": form.begin + form.call.format(name="paint", quoted='"paint"'), "answer": '{"kind'}
     if real.name == "gpt-oss":

@@ -20,7 +20,7 @@ WHITESPACE = r" |\r?\n[ \t]{0,40}"
 
 
 class CallGrammars:
-    """Grammars of calls in one format. `special` has the ids of the model's special tokens by their names."""
+    """Grammars of calls in one format. `special` has the ids of tokens that are never spelled, by their names."""
 
     def __init__(self, form: ToolFormat, special: Mapping[str, int]) -> None:
         self._form = form

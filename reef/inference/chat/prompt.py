@@ -47,10 +47,9 @@ class PromptBuilder:
     def __init__(self, tokenizer: ChatTokenizer, sampled: SampledTurns) -> None:
         self.tokenizer = tokenizer
         self._sampled = sampled
-        special = {tokenizer.token_bytes(token_id).decode(): token_id for token_id in tokenizer.special_ids}
-        self.special = re.compile(any_name(special))
         form = tokenizer.format.tools
-        self._calls = None if form is None else CallGrammars(form, special)
+        self.special = re.compile(any_name(tokenizer.ids_by_name(tokenizer.special_ids)))
+        self._calls = None if form is None else CallGrammars(form, tokenizer.ids_by_name(tokenizer.tag_ids))
 
     async def build(self, lane: str, conversation: Conversation) -> Prompt:
         """Raises InvalidRequest when the template refuses the conversation."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ class ChatTokenizer:
         added: dict[int, Any] = tokenizer.added_tokens_decoder
         self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        # SGLang's llguidance takes these for special, whatever the tokenizer says of them.
+        self.tag_ids = self.special_ids.union(i for i, token in added.items() if re.fullmatch("<.+>", token.content))
         self._added = {token_id: str(token.content).encode() for token_id, token in added.items()}
         kinds = _decoder_kinds(json.loads(backend.decoder.__getstate__())) if backend.decoder else []
         self._byte_level = "ByteLevel" in kinds
@@ -100,6 +103,9 @@ class ChatTokenizer:
         if found is None:
             found = self._bytes[token_id] = self._look_up(token_id)
         return found
+
+    def ids_by_name(self, ids: Iterable[int]) -> dict[str, int]:
+        return {self.token_bytes(token_id).decode(): token_id for token_id in ids}
 
     def text_of(self, ids: Sequence[int]) -> str:
         """All of it, special tokens included; what is no UTF-8 is replaced."""

@@ -183,7 +183,7 @@ def _grammar(grammar: Grammar | None) -> dict[str, str]:
     if grammar.kind == "regex":
         return {"regex": grammar.value}
     if grammar.kind == "lark":
-        return {"ebnf": grammar.value}  # so the llguidance backend takes it; the others refuse it
+        return {"ebnf": grammar.value}  # as llguidance takes it; SGLang's other grammar backends refuse it
     if grammar.kind == "choice":
         return {"regex": "|".join(f"({re.escape(text)})" for text in json.loads(grammar.value))}
     raise InvalidRequest(f"grammar of kind {grammar.kind!r} is not supported by this engine", "sampling.grammar")

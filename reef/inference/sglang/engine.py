@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 
+from reef.errors import WorkerDied
+from reef.inference.chat.grammars import WHITESPACE
 from reef.inference.sglang.config import DISABLE, Option, SGLangConfig, flags
 from reef.inference.sglang.control import EngineControl
 from reef.inference.sglang.environment import PLUGIN_PATH, require_interpreter
 from reef.inference.sglang.process import LeasedProcess, free_port
 from reef.runtime.interfaces import BASE_LOAD_ID, PauseMode
+
+log = logging.getLogger("reef.sglang")
 
 _STOP_SECONDS = 30.0
 
@@ -69,15 +74,26 @@ class ManagedEngine(Engine):
         self._colocated = colocated
         self._log = None if logs is None else logs / f"{name}.log"
         self._process: LeasedProcess | None = None
+        self._share = False
 
     def start(self, *, share: bool) -> None:
+        self._share = share
         port = free_port()
         self.control = EngineControl(self.name, f"http://127.0.0.1:{port}", self._config.control_timeout)
         self._process = LeasedProcess(self.name, self.command(port, share=share), self.environment(), self._log)
 
     def wait(self, seconds: float) -> None:
+        """SGLang listens half a minute after its port was found free; if somebody took it, once more with another."""
         assert self._process is not None
-        self._process.wait_until(self.control.answers, seconds)
+        try:
+            self._process.wait_until(self.control.answers, seconds)
+        except WorkerDied:
+            if not self._process.printed("address already in use"):
+                raise
+            log.warning("the port of %s was taken before it listened: it is started again", self.name)
+            self.stop()
+            self.start(share=self._share)
+            self._process.wait_until(self.control.answers, seconds)
 
     def release(self) -> None:
         if self._process is not None:
@@ -113,6 +129,8 @@ class ManagedEngine(Engine):
             "skip-server-warmup": True,
             "sleep-on-idle": True,
             "tensor-parallel-size": config.tensor_parallel_size,
+            "grammar-backend": "llguidance",  # Reef's grammars of tool calls are written in its Lark
+            "constrained-json-whitespace-pattern": WHITESPACE,
         }
         if config.max_context:
             found["context-length"] = config.max_context

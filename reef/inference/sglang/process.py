@@ -64,6 +64,11 @@ class LeasedProcess:
         where = f" ({self._log_path})" if self._log_path else ""
         return f"{self.name} exited with code {code}{where}{self._tail()}"
 
+    def printed(self, text: str) -> bool:
+        """Whether its output has this, in small letters or large."""
+        self._log.seek(self._offset)
+        return text.encode() in self._log.read().lower()
+
     def wait_until(self, ready: Callable[[], bool], seconds: float) -> None:
         """Raises WorkerDied if it ends first, EngineError after `seconds`."""
         deadline = time.monotonic() + seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -167,7 +168,8 @@ VOCABULARY = 640
 """Rows of a model that any of these tokenizers fits."""
 
 
-def _inner(family: Family):
+def _inner(family: Family, also: Sequence[Family] = ()):
+    """With `also` it has the tokens of those as well, and the same ids as each of them would have."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -184,9 +186,12 @@ def _inner(family: Family):
         inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         inner.decoder = decoders.ByteLevel()
+    for other in also:
+        inner.add_special_tokens(other.special.split())
     special = family.special.split()
     found = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=special[0], additional_special_tokens=special[1:])
-    found.add_tokens([AddedToken(name, special=False, normalized=False) for name in family.added.split()])
+    added = [name for one in (*also, family) for name in one.added.split()]
+    found.add_tokens([AddedToken(name, special=False, normalized=False) for name in added])
     found.chat_template = family.template
     return found
 
@@ -202,8 +207,13 @@ def end_of(name: str) -> int:
     return end
 
 
-def save_model(name: str, directory: Path) -> Path:
-    """A random Llama of two layers with the family's tokenizer and template."""
+def save_model(name: str, directory: Path, also: Sequence[str] = ()) -> Path:
+    """A random Llama of two layers with the family's tokenizer and template.
+
+    With `also`, itself among them, the tokenizer has all their tokens and the model ends where any of them does.
+    """
+    inner = _inner(FAMILIES[name], [FAMILIES[other] for other in also])
+    ends = inner.convert_tokens_to_ids([FAMILIES[other].special.split()[0] for other in also or [name]])
     save_random_llama(
         directory,
         vocab_size=VOCABULARY,
@@ -212,7 +222,7 @@ def save_model(name: str, directory: Path) -> Path:
         num_attention_heads=2,
         num_key_value_heads=1,
         bos_token_id=None,
-        eos_token_id=end_of(name),
+        eos_token_id=ends if also else ends[0],
     )
-    _inner(FAMILIES[name]).save_pretrained(directory)
+    inner.save_pretrained(directory)
     return directory

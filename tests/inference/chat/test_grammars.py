@@ -262,5 +262,8 @@ def test_special_tokens_are_not_spelled(run):
     grammar = prompt_of("mistral-args", conversation(tool_choice="required"), run).grammar
     (marker,) = tokenizer_of("mistral-args").encode_now("[ARGS]")
     assert f"<[{marker}]>" in grammar.value and "[ARGS]" not in grammar.value
+    hermes = prompt_of("hermes", conversation(grammar=Grammar("json_object", "")), run).grammar
+    (tag,) = tokenizer_of("hermes").encode_now("<tool_call>")  # not special, but SGLang's llguidance thinks so
+    assert f"<[{tag}]>" in hermes.value and "<tool_call>" not in hermes.value
     plain = CallGrammars(tokenizer_of("mistral-args").format.tools, {})
     assert '"f[ARGS]"' in plain.forced([F, NOW], parallel=True)[1].value

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import msgspec
 import pytest
 
 from reef.errors import ConfigError
 from reef.inference.sglang.config import DISABLE, SGLangConfig, flags
+from reef.inference.sglang.engine import ManagedEngine
 from reef.runtime.interfaces import PauseMode
 
 RETRACT, IN_PLACE = PauseMode.RETRACT, PauseMode.IN_PLACE
@@ -109,6 +111,15 @@ def test_disaggregated_groups_are_refused(role) -> None:
 def test_what_contradicts_itself_is_refused_by_name(changes, message) -> None:
     with pytest.raises(msgspec.ValidationError, match=message):
         config(**changes)
+
+
+@pytest.mark.parametrize(("options", "backend"), [({}, "llguidance"), ({"grammar-backend": "xgrammar"}, "xgrammar")])
+def test_engines_take_every_grammar_of_ours_unless_told_otherwise(options, backend) -> None:
+    made = config(python=sys.executable, options=options)
+    [given] = made.engine_options()
+    engine = ManagedEngine("engine", made, given, mode=IN_PLACE, lora=False, colocated=False, logs=None)
+    command = engine.command(1, share=True)
+    assert command.count("--grammar-backend") == 1 and command[command.index("--grammar-backend") + 1] == backend
 
 
 def test_options_become_flags() -> None:

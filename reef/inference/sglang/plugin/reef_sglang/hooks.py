@@ -7,7 +7,7 @@ import os
 import sys
 from importlib.metadata import version
 
-from . import SGLANG_VERSION, cpu_memory, lanes, logprobs, pause, routes, seeds, version_keys
+from . import SGLANG_VERSION, cpu_memory, grammars, lanes, logprobs, pause, routes, seeds, version_keys
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _REQUEST = "sglang.srt.managers.schedule_batch.Req"
@@ -31,6 +31,7 @@ def register() -> None:
     add(f"{_SCHEDULER}.is_fully_idle", pause.is_fully_idle, HookType.AROUND)
     add(f"{_STATE}.get_internal_state", routes.scheduler_state, HookType.AFTER)
     add(f"{_REQUEST}.__init__", seeds.on_arrival, HookType.AFTER)
+    add(f"{_REQUEST}.update_finish_state", grammars.give_up, HookType.BEFORE)
     add(f"{_RUNNER}.sample", seeds.tell_rows, HookType.BEFORE)
     add(f"{_RUNNER}._preprocess_logits", logprobs.keep_model_logits, HookType.AROUND)
     add(f"{_SAMPLER}.forward", logprobs.sample, HookType.AROUND)
