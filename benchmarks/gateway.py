@@ -305,6 +305,19 @@ def resident(pid: int) -> float:
     raise OSError(f"process {pid} has no VmRSS")
 
 
+def disk(directory: Path, number: int = 500) -> dict:
+    """What 16 KiB take to be durable where the database lies: each durable answer waits for that much at least."""
+    times = []
+    with (directory / "probe").open("wb", buffering=0) as file:
+        for turn in range(2 * number):  # the first half makes the file
+            began = time.perf_counter()
+            os.pwrite(file.fileno(), bytes(16384), turn % number * 16384)
+            os.fsync(file.fileno())
+            times.append(1e3 * (time.perf_counter() - began))
+    times = sorted(times[number:])
+    return {"p50_ms": times[number // 2], "p99_ms": times[int(number * 0.99)]}
+
+
 def fill(data: Path, number: int) -> None:
     """Put so many records into the stopped deployment's database, as copies of those it has."""
     import sqlite3
@@ -335,6 +348,7 @@ def show(results: dict) -> None:
             f"| {through['per_second'] / direct['per_second']:.2f} | {through['p50_ms'] - direct['p50_ms']:.2f} "
             f"| {through['p99_ms'] - direct['p99_ms']:.2f} | {through['cpu_ms']:.3f} | {direct['cpu_ms']:.3f} |"
         )
+    print(f"16 KiB and an fsync alone: p50 {results['disk']['p50_ms']:.2f} ms, p99 {results['disk']['p99_ms']:.2f} ms")
     report, scenario = results["reports"], results["scenarios"]
     print(
         f"reports, 64 at a time: {report['per_second']:,.0f} a second, {report['cpu_ms']:.3f} ms of processor time each"
@@ -366,6 +380,7 @@ def main() -> None:
             with reef(port, data) as (reef_port, pid, ready):
                 gateway = (reef_port, pid)
                 results = {
+                    "disk": disk(data),
                     "cases": compare((port, upstream.pid), gateway, arguments.seconds, arguments.rounds),
                     "reports": reports(gateway, arguments.reports),
                     "scenarios": scenarios(gateway, 200),
