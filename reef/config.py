@@ -31,7 +31,7 @@ from msgspec import inspect as kinds
 from reef.errors import ConfigError
 from reef.inference.local.config import LocalConfig
 from reef.inference.provider.config import ProviderConfig
-from reef.inference.sglang.config import SGLangConfig
+from reef.inference.sglang.config import STACKS, SGLangConfig
 from reef.recipe.config import EvaluationConfig, RecipeConfig
 from reef.records.config import PostgresConfig, SqliteConfig
 from reef.runtime.config import ExecutionConfig
@@ -172,6 +172,7 @@ def resolve(
     _check_colocation(config, origins)
     _check_tokens(values["reef.tokens"], origins["reef.tokens"])
     _check_provider(config, origins)
+    _check_adapters(config, origins)
     return Resolved(config, values, origins, _warnings(config))
 
 
@@ -215,6 +216,27 @@ def _check_provider(config: ReefConfig, origins: Mapping[str, str]) -> None:
             f"training.backend must be none with inference.backend provider ({origins['inference.backend']}): an "
             f"external provider has no weights to train; got {origins['training.backend']}"
         )
+
+
+def _check_adapters(config: ReefConfig, origins: Mapping[str, str]) -> None:
+    """Raises ConfigError for adapters that SGLang would not take: too large, of other layers, or of half a stack."""
+    engine, training = config.inference, config.training
+    if not isinstance(engine, SGLangConfig) or isinstance(training, NoTraining) or training.mode != "lora":
+        return
+    if training.lora_rank > engine.max_lora_rank:
+        raise ConfigError(
+            f"training.lora-rank must be at most inference.max-lora-rank, {engine.max_lora_rank} "
+            f"({origins['inference.max-lora-rank']}), got {training.lora_rank} ({origins['training.lora-rank']})"
+        )
+    targets = set(training.lora_target_modules)
+    where = f"training.lora-target-modules ({origins['training.lora-target-modules']})"
+    if others := targets.difference(engine.lora_target_modules):
+        raise ConfigError(f"{where}: inference.lora-target-modules does not have {', '.join(sorted(others))}")
+    for stack, needed in STACKS.items():
+        if targets & stack and (missing := needed - targets):
+            raise ConfigError(
+                f"{where}: SGLang stacks {', '.join(sorted(stack))}, so {', '.join(sorted(missing))} must be there, too"
+            )
 
 
 def _warnings(config: ReefConfig) -> list[str]:

@@ -69,3 +69,30 @@ def test_yaml_that_reef_cannot_keep_is_refused(tmp_path, option, message) -> Non
 def test_flags_that_reef_cannot_keep_are_refused(flags, message) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(flags={"inference.backend": "sglang", "inference.model-path": "model", **flags})
+
+
+TRAINED = {"training.backend": "torch", "inference.backend": "sglang", "inference.model-path": "model"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {"training.lora-rank": "32"},
+            r"lora-rank must be at most inference\.max-lora-rank, 16 \(default\), got 32 \(flag",
+        ),
+        ({"training.lora-target-modules": "q_proj,v_proj,in_proj"}, "lora-target-modules does not have in_proj"),
+        ({"training.lora-target-modules": "q_proj,k_proj"}, "stacks k_proj, q_proj, v_proj, so v_proj must be there"),
+        ({"training.lora-target-modules": "q_proj,v_proj,up_proj"}, "stacks gate_proj, up_proj, so gate_proj must be"),
+    ],
+)
+def test_adapters_that_sglang_would_not_take_are_refused(flags, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(flags={**TRAINED, **flags})
+
+
+@pytest.mark.parametrize("targets", ["q_proj,v_proj", "o_proj,down_proj", "q_proj,k_proj,v_proj,gate_proj,up_proj"])
+def test_adapters_of_whole_stacks_are_taken(targets) -> None:
+    assert resolve(flags={**TRAINED, "training.lora-target-modules": targets}).config.training.mode == "lora"
+    full = {**TRAINED, "training.mode": "full", "training.lora-target-modules": "up_proj"}
+    assert resolve(flags=full).config.training.mode == "full"

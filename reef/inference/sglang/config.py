@@ -21,6 +21,14 @@ from reef.runtime.interfaces import PauseMode
 Option = bool | int | float | str | list[str]
 
 DISABLE = "disable-radix-cache"
+STACKS = {
+    frozenset({"q_proj", "k_proj", "v_proj"}): frozenset({"q_proj", "v_proj"}),
+    frozenset({"gate_proj", "up_proj"}): frozenset({"gate_proj", "up_proj"}),
+}
+"""Layers that SGLang 0.5.23 makes one, and which of them an adapter of any of them must have (its lora/lora.py).
+
+It reads an adapter with fewer, and dies of it at the first request.
+"""
 
 OWNED = {
     "model-path": "inference.model-path",
