@@ -136,34 +136,25 @@ class Append:
 class SqliteWriter(GroupWriter):
     """Each statement gives up the interpreter's lock and has to get it back: so a group's appends are a few for all."""
 
-    def _apply(self, connection: Connection, group: Sequence[Waiting]) -> list[Outcome]:
-        appends = [waiting for waiting in group if isinstance(waiting[0], Append)]
-        if len(appends) < 2:
-            return super()._apply(connection, group)
-        outcomes: list[Outcome] = []
-        for some in (appends[start : start + ROWS] for start in range(0, len(appends), ROWS)):
-            outcomes += self._append(connection, some)
-        return outcomes + super()._apply(connection, [one for one in group if not isinstance(one[0], Append)])
-
-    def _append(self, connection: Connection, appends: Sequence[Waiting]) -> list[Outcome]:
-        """All of them at once, or, if not all are new and well, one by one."""
-        given = [operation.encoded for operation, _, _ in appends if isinstance(operation, Append)]
-        connection.execute("SAVEPOINT several")
+    def _attempt(self, group: list[Waiting]) -> list[Outcome]:
+        given = [operation.encoded for operation, _, _ in group if isinstance(operation, Append)]
+        if len(given) < len(group) or len(given) > ROWS:
+            return super()._attempt(group)
+        connection = self._begun()
         try:
             last = append_new(connection, given)
         except Exception as error:  # perhaps of one of them alone
             if isinstance(error, self._database.errors) and not self._database.of_one_operation(error):
                 raise
             last = None
-        if last is None:
-            connection.execute("ROLLBACK TO SAVEPOINT several")
-        connection.execute("RELEASE SAVEPOINT several")
-        if last is None:
-            return super()._apply(connection, appends)
+        if last is None:  # not all are new and well: one by one
+            connection.execute("ROLLBACK")
+            return super()._attempt(group)
+        connection.execute("COMMIT")
         first = last - len(given) + 1
         return [
             (future, (first + index, encoded.record.created_at), None)
-            for index, (encoded, (_, _, future)) in enumerate(zip(given, appends, strict=True))
+            for index, (encoded, (_, _, future)) in enumerate(zip(given, group, strict=True))
         ]
 
 

@@ -125,12 +125,17 @@ class GroupWriter:
             time.sleep(RETRY_SECONDS)
 
     def _attempt(self, group: list[Waiting]) -> list[Outcome]:
+        connection = self._begun()
+        outcomes = self._apply(connection, group)
+        connection.execute("COMMIT")
+        return outcomes
+
+    def _begun(self) -> Connection:
+        """The connection, in a new transaction."""
         if self._connection is None:
             self._connection = self._database.connect()
         self._database.begin(self._connection)
-        outcomes = self._apply(self._connection, group)
-        self._connection.execute("COMMIT")
-        return outcomes
+        return self._connection
 
     def _apply(self, connection: Connection, group: Sequence[Waiting]) -> list[Outcome]:
         """Run the group inside its transaction. Raises what condemns the transaction."""
