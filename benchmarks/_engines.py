@@ -84,7 +84,9 @@ def vllm_server(python: Path, model: Path, threads: int) -> Iterator[httpx.Clien
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
-    process = LeasedProcess("vllm", command, {**os.environ, **_threads(threads), **settings}, None)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **settings}
+    environment.pop("OMP_WAIT_POLICY", None)  # how its threads wait for each other is for vLLM to say
+    process = LeasedProcess("vllm", command, environment, None)
     with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
         try:
             process.wait_until(lambda: _healthy(client), VLLM_START_SECONDS)
