@@ -137,25 +137,24 @@ class SqliteWriter(GroupWriter):
     """Each statement gives up the interpreter's lock and has to get it back: so a group's appends are a few for all."""
 
     def _attempt(self, group: list[Waiting]) -> list[Outcome]:
-        given = [operation.encoded for operation, _, _ in group if isinstance(operation, Append)]
-        if len(given) < len(group) or len(given) > ROWS:
-            return super()._attempt(group)
+        appends = [(operation.encoded, future) for operation, _, future in group if isinstance(operation, Append)]
         connection = self._begun()
-        try:
-            last = append_new(connection, given)
-        except Exception as error:  # perhaps of one of them alone
-            if isinstance(error, self._database.errors) and not self._database.of_one_operation(error):
-                raise
-            last = None
-        if last is None:  # not all are new and well: one by one
-            connection.execute("ROLLBACK")
-            return super()._attempt(group)
+        outcomes: list[Outcome] = []
+        for some in (appends[start : start + ROWS] for start in range(0, len(appends), ROWS)):
+            try:
+                last = append_new(connection, [encoded for encoded, _ in some])
+            except Exception as error:  # perhaps of one of them alone
+                if isinstance(error, self._database.errors) and not self._database.of_one_operation(error):
+                    raise
+                last = None
+            if last is None:  # not all are new and well: one by one
+                connection.execute("ROLLBACK")
+                return super()._attempt(group)
+            for sequence, (encoded, future) in enumerate(some, last - len(some) + 1):
+                outcomes.append((future, (sequence, encoded.record.created_at), None))
+        outcomes += self._apply(connection, [one for one in group if not isinstance(one[0], Append)])
         connection.execute("COMMIT")
-        first = last - len(given) + 1
-        return [
-            (future, (first + index, encoded.record.created_at), None)
-            for index, (encoded, (_, _, future)) in enumerate(zip(given, group, strict=True))
-        ]
+        return outcomes
 
 
 def append_new(connection: Connection, given: Sequence[Encoded]) -> int | None:

@@ -6,7 +6,6 @@ Records are the source. A deletion, or new metadata, is itself a record; the ans
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -47,6 +46,7 @@ _PAGE = 25  # records read at once: to read one holds others up for a while
 class StoredAnswers:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
+        self._listing = asyncio.Lock()  # a list reads many records: one at a time
 
     # ------------------------------------------------------------------ responses
 
@@ -87,8 +87,8 @@ class StoredAnswers:
         last = await self.response(scenario, response_id)
         before, _ = await self.chain(scenario, last.goes_on_from)
         items = [item for stored in before for item in (*stored.listed, *stored.response["output"])]
-        named = [(item["id"], await self.item(scenario, item) or item) for item in (*items, *last.listed)]
-        return page_of(named, query)
+        page, more = page_of([(item["id"], item) for item in (*items, *last.listed)], query)
+        return [await self.item(scenario, item) or item for item in page], more
 
     async def delete_response(self, scenario: str, response_id: str) -> None:
         """Make a stored response unknown for ever; what was recorded stays. Raises NotFound."""
@@ -109,8 +109,10 @@ class StoredAnswers:
 
     async def completions(self, scenario: str, query: CompletionsQuery) -> Page:
         """Those among the newest records of the scenario that the query is about."""
+        async with self._listing:
+            known = await newest(self._storage, scenario, LISTED, _listed)
         places: dict[str, Asked | None] = {}
-        for receipt, said in filter(None, await newest(self._storage, scenario, LISTED, _listed)):
+        for receipt, said in filter(None, known):
             if isinstance(said, Asked):
                 places[receipt] = said
             elif (asked := places.get(receipt)) is not None:
@@ -121,13 +123,11 @@ class StoredAnswers:
             for receipt, asked in places.items()
         ]
         receipts, more = page_of(ids, query)
-        records = await self._storage.get(scenario, receipts)
         shown = []
         for receipt in receipts:
-            record, asked = records.get(receipt), places[receipt]
+            record, asked = (await self._storage.get(scenario, [receipt])).get(receipt), places[receipt]
             if isinstance(record, InferenceRecord) and _is_readable(record) and asked is not None:
                 shown.append(_shown(record, asked))
-                await asyncio.sleep(0)  # let other requests have their turn
         return shown, more
 
     async def change(self, scenario: str, completion_id: str, metadata: dict[str, str]) -> dict[str, Any]:
@@ -209,7 +209,7 @@ async def newest(
 
     last = await _last_sequence(page)
     found: list[Kept] = []
-    high, width = sys.maxsize, number
+    high, width = last, number
     while len(found) < number and high > 0:
         low = max(0, last - width)
         part: list[Kept] = []
@@ -250,11 +250,10 @@ def _listed(record: InferenceRecord) -> tuple[str, Asked | dict[str, str] | None
     if record.route == CHAT.route and _is_readable(record):
         asked = read_asked(record.request, record.response)
         return None if asked is None else (record.record_id, asked)
-    if record.route == _CHANGE and record.parent_id is not None:
-        return record.parent_id, record.tags
-    if record.route == f"DELETE {CHAT.route}" and record.parent_id is not None:
-        return record.parent_id, None
-    return None
+    receipt = record.record_id.partition(":")[0]  # retention leaves nothing else that says whose it is
+    if record.route == _CHANGE:
+        return receipt, record.tags
+    return (receipt, None) if record.route == f"DELETE {CHAT.route}" else None
 
 
 def _shown(record: InferenceRecord, asked: Asked) -> dict[str, Any]:

@@ -126,12 +126,7 @@ def test_header_providers_have_the_last_word(reef, provider):
         ("GET", "/v1/responses/resp_1"),
         ("DELETE", "/v1/responses/resp_1"),
         ("GET", "/v1/responses/resp_1/input_items?limit=2"),
-        ("POST", "/v1/responses/resp_1/cancel"),
         ("POST", "/v1/responses/input_tokens"),
-        ("GET", "/v1/chat/completions?limit=2"),
-        ("POST", "/v1/chat/completions/chatcmpl-1"),
-        ("DELETE", "/v1/chat/completions/chatcmpl-1"),
-        ("GET", "/v1/chat/completions/chatcmpl-1/messages"),
         ("POST", "/v1/messages/count_tokens?beta=true"),
     ],
 )
@@ -142,6 +137,23 @@ def test_what_is_not_an_answer_passes_and_is_not_recorded(reef, provider, method
     assert (answer.status_code, answer.content, answer.headers["x-request-id"]) == (200, ANSWER, "req-1")
     assert provider.heads[-1].startswith(f"{method} {path} HTTP/1.1\r\n")
     assert stored(reef) == before and "x-reef-agent-record-id" not in answer.headers
+
+
+def test_a_body_without_a_length_is_not_the_next_request(reef, provider):
+    provider.answer = reply({})
+    hidden = b"GET /v1/files HTTP/1.1\r\nhost: x\r\nx-rest: "
+    for method in ("GET", "DELETE"):
+        assert reef.http.request(method, "/v1/responses/resp_1", content=hidden).status_code == 200
+        assert provider.heads[-1].startswith(f"{method} /v1/responses/resp_1 ")
+        before = len(provider.heads)
+        ask(reef)
+        assert len(provider.heads) == before + 1 and provider.heads[-1].startswith("POST /v1/chat/completions ")
+
+
+def test_head_is_refused_and_not_sent(reef, provider):
+    before = len(provider.heads)
+    assert reef.http.head("/v1/models").status_code == 405
+    assert len(provider.heads) == before
 
 
 def test_connections_are_kept(reef, provider):

@@ -280,17 +280,23 @@ def test_a_deployment_that_records_nothing_stores_nothing(serve):
 
 def test_what_retention_emptied_is_not_found(gateway, run):
     completions = gateway.openai.chat.completions
-    names = [create(gateway, metadata={"a": "b"}).id for _ in range(2)]
+    names = [create(gateway, metadata={"a": "b"}).id for _ in range(3)]
     completions.update(names[1], metadata={"a": "c"})
-    emptied = [names[0].removeprefix("chatcmpl-"), gateway.records()[-1]["agent_record_id"]]
+    completions.delete(names[2])
+    notes = [record["agent_record_id"] for record in gateway.records()[-2:]]
+    emptied = [names[0].removeprefix("chatcmpl-"), *notes]
 
     async def retain() -> None:  # as another process would
         storage = SqliteStorage(gateway.deployment.storage.database.path)
         await storage.open()
         await storage.commit(discard("c", emptied, scenario="default"))
-        assert (await storage.purge(Retention(consumed_before=1e12), 10)).records == 2
+        assert (await storage.purge(Retention(consumed_before=1e12), 10)).records == 3
         await storage.close()
 
     run(retain())
     not_found(completions.retrieve, names[0])
-    assert ids(gateway) == [names[1]] and completions.retrieve(names[1]).metadata == {"a": "c"}
+    not_found(completions.retrieve, names[2])
+    [listed] = completions.list().data
+    assert (listed.id, listed.metadata) == (names[1], {"a": "c"}) and completions.retrieve(names[1]).metadata == {
+        "a": "c"
+    }

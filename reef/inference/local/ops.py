@@ -16,7 +16,7 @@ from reef.inference.local.attention import AttentionPlan, attend
 Linear = Callable[[Tensor], Tensor]
 """[T, input] -> [T, output]"""
 
-_ONEDNN_BFLOAT16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+_ONEDNN_BFLOAT16: bool = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 """Not without AVX-512 or AVX-NE-CONVERT; torch's own product does it there."""
 
 

@@ -103,7 +103,7 @@ class ProviderHandler(InferenceHandler):
         lines += [f"{header}: {text}".encode() for header, text in extra.items()]
         if method == "POST":
             lines.append(b"content-length: %d" % len(body))
-        lines += (b"", body)
+        lines += (b"", body if method == "POST" else b"")  # what has no length would be read as the next request
         return await self._pool.send(b"\r\n".join(lines))
 
     def _speaks_anthropic(self, route: str, versioned: bool) -> bool:

@@ -41,7 +41,7 @@ class Connection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
         self._waiting_bytes = 0
-        self._read_at = 0.0  # when some of the body was last read
+        self._read_at = 0.0  # when what was last read of the body had come
         self._framed = False  # the end of the body shows in the bytes, not in the end of the connection
         self._keep = False
         self._headers_complete = False

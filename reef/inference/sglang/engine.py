@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 
@@ -85,6 +86,7 @@ class ManagedEngine(Engine):
     def wait(self, seconds: float) -> None:
         """SGLang listens half a minute after its port was found free; if somebody took it, once more with another."""
         assert self._process is not None
+        began = time.monotonic()
         try:
             self._process.wait_until(self.control.answers, seconds)
         except WorkerDied:
@@ -93,7 +95,7 @@ class ManagedEngine(Engine):
             log.warning("the port of %s was taken before it listened: it is started again", self.name)
             self.stop()
             self.start(share=self._share)
-            self._process.wait_until(self.control.answers, seconds)
+            self._process.wait_until(self.control.answers, seconds - (time.monotonic() - began))
 
     def release(self) -> None:
         if self._process is not None:
