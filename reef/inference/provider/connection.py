@@ -17,8 +17,6 @@ from reef.errors import Unavailable, UpstreamError, UpstreamTimeout
 
 HIGH_WATER = 1 << 20  # bytes of an answer that may wait for their reader
 IDLE_SECONDS = 60.0
-BURST_SECONDS = 0.001
-"""What comes sooner after what was last read waits so long for more: a burst of events is passed on as a few."""
 RETRY_SECONDS = 0.05  # before the first retry; twice as long before each further one
 
 
@@ -30,7 +28,6 @@ class Connection(asyncio.Protocol):
         self._released = released
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._later: asyncio.TimerHandle | None = None  # wakes whoever waits for more of the body
         self.touched = self._loop.time()  # when it last heard from the server, or was given a request
         self.busy = False
         self._open = False
@@ -41,7 +38,6 @@ class Connection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
         self._waiting_bytes = 0
-        self._read_at = 0.0  # when what was last read of the body had come
         self._framed = False  # the end of the body shows in the bytes, not in the end of the connection
         self._keep = False
         self._headers_complete = False
@@ -73,7 +69,6 @@ class Connection(asyncio.Protocol):
         if self._waiting_bytes > HIGH_WATER and self._transport is not None:
             self._transport.resume_reading()
         self._waiting_bytes = 0
-        self._read_at = self.touched
         return data
 
     async def read_all(self) -> bytes:
@@ -120,9 +115,6 @@ class Connection(asyncio.Protocol):
         await self._waiter
 
     def _wake(self) -> None:
-        if self._later is not None:
-            self._later.cancel()
-            self._later = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -143,10 +135,8 @@ class Connection(asyncio.Protocol):
             return
         if self._waiting_bytes > HIGH_WATER and self._transport is not None:
             self._transport.pause_reading()
-        if self.complete or (self._headers_complete and self.touched - self._read_at >= BURST_SECONDS):
+        if self._headers_complete:
             self._wake()
-        elif self._headers_complete and self._later is None:
-            self._later = self._loop.call_later(BURST_SECONDS, self._wake)
 
     def eof_received(self) -> None:
         if self._headers_complete and not self._framed:
