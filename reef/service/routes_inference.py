@@ -16,7 +16,7 @@ from reef.service.exchange import Exchange
 from reef.service.gateway import Gateway
 from reef.service.request import RequestHead, read_query
 from reef.service.wire import messages, openai, responses
-from reef.service.wire.base import Api, decode_body
+from reef.service.wire.base import Api, ChatCall, decode_body
 from reef.service.wire.chat import CHAT
 from reef.service.wire.completions import COMPLETIONS
 from reef.service.wire.responses_writer import RESPONSES
@@ -34,14 +34,20 @@ def exchange_route(api: Api) -> Route:
         gateway = Gateway.of(request)
         head = gateway.serving_head(request)
         body = await gateway.body(request)
-        call = await gateway.recall.goes_on(head.scenario, api.parse(body))
-        if call.conversation is not None:
-            gateway.check_messages(call.conversation, call.fields.get("messages", "messages"))
-        await gateway.recall.prepare(head.scenario, call)
+        call = await _prepared(gateway, head, api.parse(body))
         return Exchange(gateway, head, call, api, body)
 
     endpoint: Callable[[Request], Awaitable[ASGIApp]] = ask
     return Route(api.route, endpoint, methods=["POST"])
+
+
+async def _prepared(gateway: Gateway, head: RequestHead, call: ChatCall) -> ChatCall:
+    """The call after all that it goes on from, whose answers are at hand. Raises InvalidRequest, RequestTooLarge."""
+    call = await gateway.recall.goes_on(head.scenario, call)
+    if call.conversation is not None:
+        gateway.check_messages(call.conversation, call.fields.get("messages", "messages"))
+    await gateway.recall.prepare(head.scenario, call)
+    return call
 
 
 async def count_tokens(request: Request) -> Response:
@@ -58,10 +64,8 @@ async def count_input_tokens(request: Request) -> Response:
     """`POST /v1/responses/input_tokens`: how long a prompt would be. Records nothing."""
     gateway = Gateway.of(request)
     head = gateway.serving_head(request)
-    call = await gateway.recall.goes_on(head.scenario, responses.parse_count(await gateway.body(request)))
+    call = await _prepared(gateway, head, responses.parse_count(await gateway.body(request)))
     assert call.conversation is not None
-    gateway.check_messages(call.conversation, "input")
-    await gateway.recall.prepare(head.scenario, call)
     try:
         ids = await gateway.deployment.chat.prompt_ids(call.conversation, head.scenario)
     except InvalidRequest as error:

@@ -107,8 +107,8 @@ def _hint(data: bytes, end: int) -> int:
 
 def _data(event: bytes) -> tuple[int, int]:
     """Where the text of the event's first line of data begins and ends; both 0 if it has none."""
-    begin = 0 if event.startswith(b"data:") else event.find(b"\ndata:") + 1
-    if begin == 0 and not event.startswith(b"data:"):
+    begin = 0
+    if not event.startswith(b"data:") and (begin := event.find(b"\ndata:") + 1) == 0:
         return 0, 0
     begin += len(b"data: ") if event[begin + 5 : begin + 6] == b" " else len(b"data:")
     end = event.find(b"\n", begin)
